@@ -11,9 +11,16 @@ from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
+from nanoinfer.kernels.adapters.products import (
+    expand_reference,
+    expand_triton,
+    pieces_for,
+    shrink_reference,
+    shrink_triton,
+)
 from nanoinfer.kernels.groups import pack
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
@@ -71,6 +78,11 @@ def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: li
         assert expand(shrink(x, adapter, rows), adapter, rows, out) is out
         assert_close(out, expected)
         assert torch.equal(out[rows.slots < 0], y[rows.slots < 0])
+    h = pieces_for(x, adapter, rows)
+    assert shrink_triton(x, adapter, rows, h) is h
+    alone = expand_triton(h, adapter, rows)
+    assert_close(y + alone, expected)
+    assert not alone[rows.slots < 0].any()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -108,6 +120,33 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
     assert torch.equal(many[:20], few)
     assert torch.equal(undivided, many)
     assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize(("parts", "in_features", "rank"), [*SHAPES, ((4096, 1024, 1024), 4096, 16)])
+def test_a_gpu_passes_the_check(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> None:
+    check_order.__wrapped__(in_features, parts, rank, dtype, torch.device(DEVICE))
+
+
+def test_the_check_compares_tiles_of_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: set[int] = set()
+
+    def check(wrong: int | None) -> None:
+        def expand(h: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+            sizes.add(rows.size)
+            out = expand_reference(h, adapter, rows, torch.zeros(h.shape[1], sum(adapter.parts), device=DEVICE))
+            return out.round(decimals=2) + (rows.size == wrong)
+
+        monkeypatch.setattr("nanoinfer.kernels.adapters.in_order.shrink_triton", shrink_reference)
+        monkeypatch.setattr("nanoinfer.kernels.adapters.in_order.expand_triton", expand)
+        check_order.__wrapped__(64, (20, 12), 16, torch.float32, torch.device(DEVICE))
+
+    check(None)
+    assert sizes == {16, 64}
+    for size in sizes:
+        with pytest.raises(ValueError, match="products with adapters in other orders"):
+            check(size)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)

@@ -43,6 +43,10 @@ ADAPTERS = {
     "linear": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "exclude_modules": r".*gate$"},
     "head": {"r": 19, "lora_alpha": 9, "target_modules": r".*(o_proj|out_proj|down_proj|lm_head)", "use_rslora": True},
 }
+EXPERTS = {
+    "experts": {"r": 4, "lora_alpha": 6, "target_modules": ["o_proj"],
+                "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_adapters": 3, "max_adapter_rank": 19, "num_kvcache_blocks": 64}
 LONG = list(range(20, 60))
 PROMPTS = [[7], LONG, [5, 6] * 30, [11, 12], LONG, [40] * 17, LONG]
@@ -60,13 +64,14 @@ def unconverted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OfPeft:
-    """A checkpoint, two adapters as PEFT has saved them, and PEFT's model of both, which is the oracle."""
+    """A checkpoint, adapters as PEFT has saved them, and PEFT's model of all, which is the oracle."""
 
-    def __init__(self, base: Path, model: Any, saved: Path) -> None:
+    def __init__(self, base: Path, model: Any, saved: Path, adapters: dict[str, Any] = ADAPTERS) -> None:
+        """adapters: their settings, by name"""
         from peft import LoraConfig, PeftModel
 
         self.base, self.saved = str(base), saved
-        first, *others = ADAPTERS.items()
+        first, *others = adapters.items()
         self.model = PeftModel(model, LoraConfig(**first[1]), first[0])
         for name, settings in others:
             self.model.add_adapter(name, LoraConfig(**settings))
@@ -331,11 +336,14 @@ def test_adapters_come_to_other_ranks_in_several_buckets() -> None:
         assert received[name].b.equal(update.b)
 
 
-def test_experts_are_refused_by_name(tmp_path: Path, make_llm: MakeLLM) -> None:
-    build(CASES["qwen3moe"], tmp_path)
-    llm = make_llm(str(tmp_path), **OPTIONS)
-    name = "model.layers.0.mlp.experts.1.down_proj"
-    tensors = {f"{name}.lora_A.weight": torch.ones(2, 32), f"{name}.lora_B.weight": torch.ones(48, 2)}
-    with pytest.raises(ValueError, match=r"adapter='tuned': .*experts.1.down_proj.lora_A.* are of experts"):
-        llm.load_adapter("tuned", tensors, alpha=2)
-    assert not llm.adapters
+class TestExperts:
+    """PEFT adapts all experts of a layer at once."""
+
+    @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+    @pytest.mark.parametrize("family", of_each_kind(zip(["qwen3moe", "gptoss", "qwen3next"]), 0, 1))
+    def test_log_probabilities(self, family: str, ranks: int, tmp_path: Path, make_llm: MakeLLM) -> None:
+        model = OfPeft(tmp_path / "base", build(CASES[family], tmp_path / "base"), tmp_path / "adapters", EXPERTS)
+        llm = make_llm(model.base, **OPTIONS, **CASES[family].small, tensor_parallel_size=ranks)
+        llm.load_adapter("experts", model.saved / "experts")
+        names = [name and "experts" for name in NAMES]
+        check(generate(llm, names=names), model, names)

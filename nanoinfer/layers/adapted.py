@@ -1,4 +1,4 @@
-"""Matrices and heads with adapters beside them, of which each row of a step names one or none."""
+"""Matrices, experts and heads with adapters beside them, of which each row of a step names one or none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import threading
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.products import expand, shrink
+from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.layers.embedding import Head
+from nanoinfer.weights.formats.experts import ExpertMap, Experts
 from nanoinfer.weights.formats.matrix import LinearMap, Matrix
 
 
@@ -75,6 +78,26 @@ class AdaptedMatrix(LinearMap):
             return inner.norm_product(x, residual, pre, post, activation, lane)
         assert lane is None
         return adapted_norm_linear(x, residual, pre, inner.operand(), self._adapter, rows, inner.bias, activation, post)
+
+
+class AdaptedExperts(ExpertMap):
+    """Experts with adapters. Where no row names one, the products are the experts' own."""
+
+    def __init__(self, inner: Experts, gate_up: Adapter, down: Adapter, step: StepRows) -> None:
+        """gate_up, down: as ExpertAdapters has them"""
+        super().__init__()
+        self.inner = inner
+        self._gate_up, self._down, self._step = gate_up, down, step
+
+    def fix_order(self, used: int, activation: Activation) -> None:
+        """Let a GPU's products add up in one order, as Experts.fix_order does."""
+        self.inner.fix_order(used, activation)
+
+    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
+        """Multiply, and add each row's adapter."""
+        rows = self._step.tokens
+        adapters = None if rows is None else ExpertAdapters(self._gate_up, self._down, rows)
+        return self.inner(x, routes, activation, may_split, adapters)
 
 
 class AdaptedHead(Head):

@@ -16,7 +16,7 @@ from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.formats.experts import Experts
+from nanoinfer.weights.formats.experts import ExpertMap
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.shards import Fill, Shard, table_of
 
@@ -192,7 +192,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(
         self,
         router: Router,
-        experts: Experts,
+        experts: ExpertMap,
         shared: SharedExpert | GatedSharedExpert | None,
         activation: Activation,
     ) -> None:

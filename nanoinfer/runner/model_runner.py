@@ -121,6 +121,8 @@ class ModelRunner:
         if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
             sizes = graph_batch_sizes(config.max_num_seqs)
             self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
+            if self.holdings.adapters is not None:
+                self.holdings.adapters.fix_order()
             self._check_attention()
 
     def _check_attention(self) -> None:

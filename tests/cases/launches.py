@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, empty
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand, shrink
+from nanoinfer.kernels.adapters.products import expand, expand_triton, pieces_for, shrink
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
@@ -249,7 +250,9 @@ def adapters_of(name: str, rank: int, dtype: torch.dtype) -> Adapter:
 def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
     adapter, by_slot = adapters_of(name, rank, dtype), AdapterRows.of(numbers(tokens), 8)
-    h = shrink(empty(tokens, inputs, dtype=dtype), adapter, by_slot)
+    x = empty(tokens, inputs, dtype=dtype)
+    expand_triton(shrink(x, adapter, by_slot), adapter, by_slot)
+    h = shrink(x, adapter, by_slot, pieces_for(x, adapter, by_slot))
     expand(h, adapter, by_slot, empty(tokens, rows, dtype=dtype), "silu" if name == "gates and ups" else None)
 
 
@@ -261,6 +264,21 @@ def adapt_row(weigh: Callable[..., OneRowWeight], name: str, rank: int, dtype: t
     )
     x, norm = empty(1, inputs, dtype=dtype), norm_of(inputs, dtype)
     one_row_norm_linear(x, x, norm, weigh(dtype, rows, inputs), None, activation, of_row=of_row)
+
+
+def adapt_experts(weigh: Callable[..., ExpertWeights], tokens: int, dtype: torch.dtype) -> None:
+    """Eight adapters of Qwen3-30B-A3B's experts."""
+    (count, used, hidden_size, size), rank, slots = QWEN3_30B, 16, 8
+
+    def adapter(parts: tuple[int, ...], inputs: int) -> Adapter:
+        a = empty(count * slots, len(parts) * rank, inputs, dtype=dtype)
+        return Adapter(a, empty(count * slots, sum(parts), rank, dtype=dtype), parts)
+
+    rows = AdapterRows.of(numbers(tokens), slots)
+    adapters = ExpertAdapters(adapter((size, size), hidden_size), adapter((hidden_size,), size), rows)
+    weights = weigh(dtype, count, 2 * size, hidden_size), weigh(dtype, count, hidden_size, size)
+    routes = Routes(numbers(tokens, used), empty(tokens, used))
+    expert_mlps(empty(tokens, hidden_size, dtype=dtype), routes, *weights, "silu", adapters=adapters)
 
 
 def of_products() -> Iterator[Launch]:
@@ -345,6 +363,10 @@ def of_adapters() -> Iterator[Launch]:
     for (kind, weigh), name, rank in product(kinds.items(), QWEN3_8B, (16, 48, 128)):
         often = kind == "plain" and name == "gates and ups" and rank == 16
         yield Launch(f"{kind}, {name} of a row, {rank=}", partial(adapt_row, weigh, name, rank, BF16), often)
+    ways = product({**kinds, "int4": GROUPINGS["int4 g128"].experts}.items(), SIZES)
+    for (kind, weigh), tokens in ways:
+        call = partial(adapt_experts, weigh, tokens, BF16)
+        yield Launch(f"{kind}, experts of {tokens} with adapters", call, kind == "plain" and tokens == 200)
 
 
 LAUNCHES = {

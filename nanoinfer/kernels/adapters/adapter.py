@@ -35,19 +35,30 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class AdapterRows:
+class SortedRows:
+    """Rows sorted by the matrices that each of them takes, for a launch that multiplies all.
+
+    max_adapters: the number of slots
+    groups: the rows by slot; those without an adapter come last, as if they had a slot more. Those of several experts
+        by their expert first
+    size: of the groups' tiles, in rows
+    """
+
+    max_adapters: int
+    groups: Groups
+    size: int
+
+
+@dataclass(frozen=True)
+class AdapterRows(SortedRows):
     """Which adapter each row of a step names, as all layers' products need it.
 
     At least one launch comes between those that make it and the first product's.
 
     slots: [rows] int32, -1 for a row without an adapter
-    groups: the rows by slot; those without an adapter come last, as if they had a slot more
-    size: of the groups' tiles, in rows
     """
 
     slots: Tensor
-    groups: Groups
-    size: int
 
     @classmethod
     def of(cls, slots: Tensor, max_adapters: int) -> AdapterRows:
@@ -55,7 +66,7 @@ class AdapterRows:
         count = max_adapters + 1
         size = 16 if len(slots) <= FEW_ROWS else 64
         group = group_triton if slots.is_cuda else group_reference
-        return cls(slots, group((slots % count).unsqueeze(1), count, size), size)
+        return cls(max_adapters, group((slots % count).unsqueeze(1), count, size), size, slots)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Matrix products of rows that may have adapters: kernels.linear.dispatch's, and b a x added where it must be.
 
-A single row takes one launch more, which runs beside the product. More rows take two more, and an activation's launch
-fewer: one before the product, and one behind it. A weight of any format keeps its own kernels.
+A single row takes one launch more, before the product. More rows take two more, and an activation's launch fewer: one
+that runs beside the product, or if that is cuBLAS's before it, and one behind it. A weight of any format keeps its own
+kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand, expand_reference, shrink
+from nanoinfer.kernels.adapters.products import expand, expand_reference, pieces_for, shrink
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
@@ -19,6 +20,7 @@ from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import OneRowWeight, is_one_row, one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.one_wave import find_one_wave
 from nanoinfer.kernels.linear.weight import add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm
 
@@ -41,13 +43,25 @@ def adapted_linear(
         x = gate_mul(x, before)
     if (row_weight := _for_one_row(x, weight)) is not None:
         return one_row_linear(x, row_weight, bias, activation, RowAdapter(adapter, rows.slots))
-    h = shrink(x, adapter, rows)
     if isinstance(weight, WeightInParts):
         zeros = x.new_zeros(len(x), sum(weight.sizes), dtype=torch.float32)
-        return weight.product(x, bias, activation, added=expand_reference(h, adapter, rows, zeros, cut=weight.sizes))
-    y = linear(x, weight, bias, may_split=may_split and activation is None)
+        added = expand_reference(shrink(x, adapter, rows), adapter, rows, zeros, cut=weight.sizes)
+        return weight.product(x, bias, activation, added=added)
+    may_split = may_split and activation is None
+    if isinstance(weight, Tensor) and _is_for_cublas(x, weight, may_split):
+        h = shrink(x, adapter, rows)
+        y = linear(x, weight, bias)
+    else:
+        room = pieces_for(x, adapter, rows)
+        y = linear(x, weight, bias, may_split=may_split)
+        h = shrink(x, adapter, rows, room)
     out = expand(h, adapter, rows, y if y.dim() == 2 else y[0], activation)
     return y if activation is None else out
+
+
+def _is_for_cublas(x: Tensor, weight: Tensor, may_split: bool) -> bool:
+    """Return whether linear leaves the product to cuBLAS, beside which nothing runs."""
+    return x.is_cuda and find_one_wave(x, weight, may_split=may_split) is None
 
 
 def adapted_norm_linear(

@@ -1,7 +1,7 @@
 """A single row's adapter, beside kernels.linear.one_row.
 
-The product's kernel adds b h itself. What is launched before it computes h alone, so that both kernels run side by
-side: the product's waits for h when it has its own input.
+The product's kernel adds b h itself. What is launched before it computes h, and lets it start at once: both read what
+no kernel of the step writes, while the kernel before them still runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, part_of
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 
@@ -80,10 +80,11 @@ def _shrink_row_kernel(
     column, columns = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK)
     inside = k < in_features
+    start_successor(EARLY)
     slot = load_complete(slot_ptr)
     row = tl.maximum(slot, 0).to(tl.int64) * columns + column
     a = tl.load(a_ptr + row * in_features + k, mask=k < tl.where(slot >= 0, in_features, 0), other=0.0)
-    wait_for_predecessor(EARLY)
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     if slot >= 0:
         x = tl.load(x_ptr + k, mask=inside, other=0.0)
         if post_weight_ptr is not None:

@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, part_of
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, SortedRows, part_of
 from nanoinfer.kernels.launch import (
     early_launch,
     fetch,
     fetch_rows,
     load_complete,
     num_multiprocessors,
+    start_successor,
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
@@ -37,16 +38,17 @@ MAX_COLUMNS = 64  # of h, in a tile
 BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
 BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
-PER_MULTIPROCESSOR = 8  # programs; each goes over several tiles if there are more (not measured)
 
 
-def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
     """Compute h = a[slot] @ x of each row that has an adapter; other rows of the result are any.
 
     x: [rows, in_features]
+    h: of pieces_for, filled and returned; made before the last launch, a product of the same x, beside which this one
+        runs. None: x may be what the last launch makes
     Returns pieces, [pieces, rows, parts * rank] float32, that add up to h.
     """
-    return shrink_triton(x, adapter, rows) if x.is_cuda else shrink_reference(x, adapter, rows)
+    return shrink_triton(x, adapter, rows, h) if x.is_cuda else shrink_reference(x, adapter, rows)
 
 
 def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
@@ -58,34 +60,46 @@ def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     return h
 
 
-def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
-    """shrink as one launch."""
-    (tokens, in_features), (slots, columns, _) = x.shape, adapter.a.shape
+def pieces_for(x: Tensor, adapter: Adapter, rows: SortedRows) -> Tensor:
+    """Return room for shrink's result."""
+    count, columns = len(rows.groups.choices), adapter.a.shape[1]
+    tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(count, rows.size)
+    pieces = _shares(x)[1] if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
+    return torch.empty((pieces, count, columns), dtype=torch.float32, device=x.device)
+
+
+def _shares(x: Tensor) -> tuple[int, int]:
+    """Return how many inputs a share has, and how many shares there are: by the number of inputs alone."""
+    share = max(triton.cdiv(triton.cdiv(x.shape[1], MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
+    return share, triton.cdiv(x.shape[1], share)
+
+
+def shrink_triton(x: Tensor, adapter: Adapter, rows: SortedRows, h: Tensor | None = None, used: int = 1) -> Tensor:
+    """shrink as one launch. used: so many neighbouring rows share one of x; 0: x has the order of the groups"""
+    in_features, columns = x.shape[1], adapter.a.shape[1]
     assert x.is_contiguous()
     assert adapter.a.is_contiguous()
+    is_beside, h = h is not None, pieces_for(x, adapter, rows) if h is None else h
     block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
-    block_k = BLOCK_K * 2 // x.itemsize
-    share = max(triton.cdiv(triton.cdiv(in_features, MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
-    shares, tiles = triton.cdiv(in_features, share), triton.cdiv(columns, block_n) * triton.cdiv(tokens, rows.size)
-    pieces = shares if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
-    h = torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
-    _shrink_kernel[_grid(x, rows, triton.cdiv(columns, block_n), pieces)](
+    share, shares = _shares(x)
+    _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), len(h))](
         x,
         adapter.a,
         *rows.groups,
         h,
-        len(rows.groups.tiles),
-        tokens,
+        h.shape[1],
         in_features,
         columns,
-        slots,
+        rows.max_adapters,
         share,
         shares,
+        USED=used,
         WHOLE=in_features % share == 0,
+        BESIDE=is_beside,
         FETCHED=MIN_SHARE,
         BLOCK_M=rows.size,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_K * 2 // x.itemsize,
         num_warps=4 if rows.size == 16 or x.itemsize == 2 else 8,
         num_stages=4 if rows.size == 16 else 3,
         **early_launch(x),
@@ -93,38 +107,30 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     return h
 
 
-def _grid(x: Tensor, rows: AdapterRows, blocks: int, pieces: int = 1) -> tuple[int, int, int]:
-    """Return the programs for the blocks of outputs, for the tiles, and for the pieces.
-
-    Most tiles have no rows if there are many slots, and a program that finds none costs a little, too.
-    """
-    most = max(1, PER_MULTIPROCESSOR * num_multiprocessors(x.device) // (blocks * pieces))
-    return blocks, min(len(rows.groups.tiles), most), pieces
-
-
 @triton.jit
-def _load_tile(tiles_ptr, number, num_tiles):
-    """Return the slot of a tile, and where it begins and ends; tiles that end where they begin come last."""
-    ptr, exists = tiles_ptr + number * 3, number < num_tiles
-    slot = load_complete(ptr, mask=exists, other=0)
-    return slot, load_complete(ptr + 1, mask=exists, other=0), load_complete(ptr + 2, mask=exists, other=0)
+def _load_tile(tiles_ptr, tile, slots):
+    """Return the matrix of a tile, or -1, and where the tile begins and ends."""
+    slot = load_complete(tiles_ptr + tile * 3)  # of `slots`, and of one more for none; then those of other experts
+    matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
+    return matrix, load_complete(tiles_ptr + tile * 3 + 1), load_complete(tiles_ptr + tile * 3 + 2)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tokens", "slots", "shares"])
+@triton.jit(do_not_specialize=["tokens", "slots", "shares"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
     choices_ptr,
     tiles_ptr,
     h_ptr,
-    num_tiles,
     tokens,
     in_features,
     columns,
     slots,
     share,
     shares,
+    USED: tl.constexpr,
     WHOLE: tl.constexpr,
+    BESIDE: tl.constexpr,
     FETCHED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -132,18 +138,23 @@ def _shrink_kernel(
     EARLY: tl.constexpr,
 ):
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    tile, piece = tl.program_id(1), tl.program_id(2)
-    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
-    if (first < end) & (slot < slots):
-        fetch_rows(a_ptr, slot * columns + n, (slot + 1) * columns, in_features, piece * share, FETCHED, EARLY)
-    wait_for_predecessor(EARLY)
-    while (first < end) & (slot < slots):
+    piece = tl.program_id(2)
+    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
+    if BESIDE:
+        start_successor(EARLY)
+    else:
+        if (first < end) & (matrix >= 0):
+            fetch_rows(a_ptr, matrix * columns + n, (matrix + 1) * columns, in_features, piece * share, FETCHED, EARLY)
+        wait_for_predecessor(EARLY)
+    if (first < end) & (matrix >= 0):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0)
-        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * in_features + k[None, :]
-        a_ptrs = a_ptr + (slot.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
+        source = row // USED if USED else position
+        x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
+        a_ptrs = a_ptr + (matrix.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
         has_row, has_column = exists[:, None], (n < columns)[:, None]
         h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
         for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
@@ -153,7 +164,7 @@ def _shrink_kernel(
                 if not WHOLE:
                     inside = (start + k < in_features)[None, :]
                     x_mask, a_mask = has_row & inside, has_column & inside
-                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
                 a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
                 of_share = add_product(of_share, x, a, TOKENS_LEFT)
             h += of_share
@@ -161,8 +172,8 @@ def _shrink_kernel(
             h = tl.trans(h)
         targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(targets, h, mask=has_row & (n < columns)[None, :])
-        tile += tl.num_programs(1)
-        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+    if BESIDE:
+        wait_for_predecessor(EARLY, START_SUCCESSOR=False)  # its results are the successor's input, too
 
 
 def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
@@ -204,29 +215,27 @@ def _slots_of(rows: AdapterRows) -> list[int]:
 
 
 def expand_triton(
-    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+    h: Tensor, adapter: Adapter, rows: SortedRows, y: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
-    """expand as one launch."""
-    (slots, weight_rows, rank), tokens = adapter.b.shape, len(y)
-    assert y.is_contiguous()
+    """expand as one launch. y: None: zeros, which are neither made nor read"""
+    (_, weight_rows, rank), tokens = adapter.b.shape, h.shape[1]
+    assert y is None or y.is_contiguous()
     assert adapter.b.is_contiguous()
-    assert sum(adapter.parts) == weight_rows == y.shape[1]
+    assert sum(adapter.parts) == weight_rows
     gated = activation is not None
     out_features = weight_rows // 2 if gated else weight_rows
-    out = y.new_empty(tokens, out_features) if gated else y
+    out = (adapter.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
-    block_n //= 2 if gated else 1  # so many gates, and as many ups
-    _expand_kernel[_grid(y, rows, triton.cdiv(out_features, block_n))](
+    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
         h,
         adapter.b,
         *rows.groups,
         y,
         out,
-        len(rows.groups.tiles),
         out_features,
         h.shape[2],
         h.stride(0),
-        slots,
+        rows.max_adapters,
         PIECES=len(h),
         PARTS=adapter.parts,
         ACTIVATION=activation,
@@ -236,12 +245,12 @@ def expand_triton(
         BLOCK_N=block_n,
         num_warps=4 if rows.size == 16 else 8,
         num_stages=1,
-        **early_launch(y),
+        **early_launch(h),
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_tiles", "piece_stride", "slots"])
+@triton.jit(do_not_specialize=["piece_stride", "slots"])
 def _expand_kernel(
     h_ptr,
     b_ptr,
@@ -249,7 +258,6 @@ def _expand_kernel(
     tiles_ptr,
     y_ptr,
     out_ptr,
-    num_tiles,
     out_features,
     columns,
     piece_stride,
@@ -265,41 +273,43 @@ def _expand_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     weight_rows = out_features * 2 if GATED else out_features
-    start, tile = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    start = tl.program_id(0) * BLOCK_N
     n = start + tl.arange(0, BLOCK_N)
-    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
-    if (first < end) & (slot < slots):
-        row_of_b = slot.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
+    if (first < end) & (matrix >= 0):
+        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
         fetch(b_ptr + row_of_b * RANK, EARLY)
         if GATED:
             fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
     wait_for_predecessor(EARLY)
-    while (first < end) & (GATED | (slot < slots)):
+    ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
+    if (first < end) & (ALL | (matrix >= 0)):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
         mask = exists[:, None] & (n < out_features)[None, :]
-        y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if y_ptr is not None:
+            y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
+            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         up = y
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
-        if slot < slots:
-            h_ptrs, of_slot = h_ptr + row * columns, b_ptr + slot.to(tl.int64) * weight_rows * RANK
+        if matrix >= 0:
+            h_ptrs = h_ptr + row * columns
+            b_ptr += matrix.to(tl.int64) * weight_rows * RANK
             y += _multiply(
-                h_ptrs, exists, of_slot, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                h_ptrs, exists, b_ptr, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
             )
             if GATED:
-                first_up = start + out_features
+                start += out_features
                 up += _multiply(
-                    h_ptrs, exists, of_slot, first_up, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                    h_ptrs, exists, b_ptr, start, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
                 )
         out = y.to(out_ptr.dtype.element_ty)
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
-        tile += tl.num_programs(1)
-        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
 
 
 @triton.jit

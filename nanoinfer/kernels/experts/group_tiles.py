@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.experts import add_added
 from nanoinfer.kernels.experts.operand import GroupOperand
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
@@ -50,6 +51,7 @@ def multiply_group_tiles(
     x: Tensor,
     weight: GroupWeight,
     bias: Tensor | None,
+    added: Tensor | None,
     out: Tensor,
     groups: Groups,
     block_m: int,
@@ -69,6 +71,7 @@ def multiply_group_tiles(
         x,
         *weight[:4],
         bias,
+        added,
         out,
         routes.weights,
         *groups,
@@ -103,6 +106,7 @@ def _group_tiles_kernel(
     zeros_ptr,
     factors_ptr,
     bias_ptr,
+    added_ptr,
     out_ptr,
     choice_weights_ptr,
     choices_ptr,
@@ -134,10 +138,12 @@ def _group_tiles_kernel(
         if first < end:
             position = first + tl.arange(0, BLOCK_M)
             exists = position < end
-            source = tl.load(choices_ptr + position, mask=exists, other=0) // USED if GATED else position
+            choice = tl.load(choices_ptr + position, mask=exists, other=0)
+            source = choice // USED if GATED else position
             place = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
             has_row = place < weight_rows
-            row = expert.to(tl.int64) * weight_rows + (gated_row(place, weight_rows) if GATED else place)
+            n = gated_row(place, weight_rows) if GATED else place
+            row = expert.to(tl.int64) * weight_rows + n
             if factors_ptr is not None:
                 factors = tl.load(factors_ptr + row, mask=has_row, other=0.0)
             if bias_ptr is not None:
@@ -164,6 +170,8 @@ def _group_tiles_kernel(
                 acc *= factors[:, None]
             if bias_ptr is not None:
                 acc += bias[:, None]
+            if added_ptr is not None:
+                acc = add_added(acc, added_ptr, choice, exists, n, has_row, weight_rows, False)
             if GATED:
                 both = tl.reshape(tl.trans(acc.to(out_ptr.dtype.element_ty)), [BLOCK_M, BLOCK_N // 2, 2])
                 gate, up = tl.split(both)
@@ -171,7 +179,6 @@ def _group_tiles_kernel(
                 target, outputs = position, weight_rows // 2
                 column = item % blocks * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             else:
-                choice = tl.load(choices_ptr + position, mask=exists, other=0)
                 acc *= tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)[None, :]
                 out = tl.trans(acc.to(out_ptr.dtype.element_ty))
                 target, outputs, column = choice % USED * tokens + choice // USED, weight_rows, place

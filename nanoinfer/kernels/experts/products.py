@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.experts import ExpertAdapters, add_added
+from nanoinfer.kernels.adapters.linear import adapted_linear
+from nanoinfer.kernels.experts.add_pieces import add_pieces
 from nanoinfer.kernels.experts.group_tiles import multiply_group_tiles
 from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
@@ -31,7 +34,6 @@ from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_wave import add_product
 from nanoinfer.kernels.sorting import Groups, group_triton
 
-BLOCK = 1024  # of the numbers of a token that a program adds up
 MOST_WIDE = 32  # choices in a tile of float32: no tensor core multiplies it, and more choices fill all registers
 
 Gather = Callable[[Tensor], Tensor]
@@ -48,6 +50,7 @@ def expert_mlps(
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
@@ -61,6 +64,7 @@ def expert_mlps(
         share of the gates and ups, and down of [experts, hidden_size / ranks, size]. Every rank gets the whole result
     gate_up_bias, down_bias: [experts, 2 * size] and [experts, hidden_size], or down's outputs of this rank; None: the
         products have no bias, or another rank adds it
+    adapters: if given, the tokens' are added to both products
     An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation; if in_order, also a single token's. The groups of a GroupWeight are
@@ -70,10 +74,10 @@ def expert_mlps(
         assert isinstance(gate_up, (Tensor, Fp8Weight, GroupWeight))
         assert isinstance(down, (Tensor, Fp8Weight, GroupWeight))
         how = may_split, in_order, gather
-        return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias)
+        return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias, adapters)
     assert not isinstance(gate_up, Fp8Weight)
     assert not isinstance(down, Fp8Weight)
-    return expert_mlps_reference(x, routes, gate_up, down, activation, gather, gate_up_bias, down_bias)
+    return expert_mlps_reference(x, routes, gate_up, down, activation, gather, gate_up_bias, down_bias, adapters)
 
 
 def expert_mlps_reference(
@@ -85,21 +89,26 @@ def expert_mlps_reference(
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
     flat = routes.experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount().tolist()
-    groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
+    groups = [(expert, choices // used) for expert, choices in enumerate(order.split(counts)) if len(choices)]
 
-    def multiply(rows: Tensor, i: int, first: bool) -> Tensor:
+    def multiply(rows: Tensor, i: int, tokens: Tensor, first: bool) -> Tensor:
         weights, biases = (gate_up, gate_up_bias) if first else (down, down_bias)
         weight = group_linear(weights, i) if isinstance(weights, GroupWeight) else weights[i]
-        return linear(rows, weight, None if biases is None else biases[i], activation if first else None)
+        how = None if biases is None else biases[i], activation if first else None
+        if adapters is None:
+            return linear(rows, weight, *how)
+        own = adapters.of_expert(adapters.gate_up if first else adapters.down, i, tokens)
+        return adapted_linear(rows, weight, *own, *how)
 
-    gated = torch.cat([multiply(x[choices // used], i, True) for i, choices in groups])
-    inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
-    products = torch.cat([multiply(rows, i, False) for rows, (i, _) in zip(inputs, groups, strict=True)])
+    gated = torch.cat([multiply(x[tokens], i, tokens, True) for i, tokens in groups])
+    inputs = (gated if gather is None else gather(gated)).split([len(tokens) for _, tokens in groups])
+    products = torch.cat([multiply(rows, *group, False) for rows, group in zip(inputs, groups, strict=True)])
     del gated, inputs  # of a long prompt they are large
     products = products if gather is None else gather(products)
     results = torch.empty_like(products)
@@ -119,15 +128,17 @@ def expert_mlps_triton(
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
-    With weights in FP8, each product of several tokens, or `in_order`, has a launch more, which rounds its input.
+    With weights in FP8, each product of several tokens, or `in_order`, has a launch more, which rounds its input. With
+    adapters there are eight more, also for one token.
     `gather` comes behind the first product, and at the end.
     """
     count, outputs, size = shape_of(down)
     in_fp8 = isinstance(down, Fp8Weight)
-    if not in_order and is_one_row(x, routes, size):
+    if not in_order and adapters is None and is_one_row(x, routes, size):
         if isinstance(gate_up, GroupWeight) and isinstance(down, GroupWeight):
             return one_group_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
         assert not isinstance(gate_up, GroupWeight)
@@ -137,22 +148,27 @@ def expert_mlps_triton(
     block_m = choices_in_a_tile(tokens * used, count)
     if x.is_cuda and x.itemsize == 4:
         block_m = min(block_m, MOST_WIDE)
+    choices = None if adapters is None else adapters.sort(routes.experts)
     groups = group_triton(routes.experts, count, block_m)
+    if choices is not None:  # each expert's are where they were
+        groups = Groups(choices.rows.groups.choices, groups.tiles)
+    added = None if choices is None else choices.beside_gate_up(x)
     gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // 2)
     vectors = quantize(x) if in_fp8 else x
-    _multiply(vectors, gate_up, gate_up_bias, gated, groups, block_m, routes, activation, in_order)
+    _multiply(vectors, gate_up, gate_up_bias, added, gated, groups, block_m, routes, activation, in_order)
     if gather is not None:
         gated = gather(gated)
     results = x.new_empty(used, tokens, outputs)
     flat = results.view(used * tokens, outputs)
+    added = None if choices is None else choices.beside_down(gated)
     vectors = quantize(gated) if in_fp8 else gated
-    _multiply(vectors, down, down_bias, flat, groups, block_m, routes, None, in_order)
+    _multiply(vectors, down, down_bias, added, flat, groups, block_m, routes, None, in_order)
     if used == 1:
         result = results[0]
     elif may_split and tokens > 1:
         return results
     else:
-        result = add_pieces_triton(results)
+        result = add_pieces(results)
     return result if gather is None else gather(result)
 
 
@@ -198,6 +214,7 @@ def _multiply(
     x: Tensor | Fp8Tokens,
     weight: ExpertWeights,
     bias: Tensor | None,
+    added: Tensor | None,
     out: Tensor,
     groups: Groups,
     block_m: int,
@@ -208,13 +225,14 @@ def _multiply(
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     bias: [experts, out_features]
+    added: [choices, out_features], to each choice's product
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     in_order: a product and a sum are never rounded once together, which tiles of one size alone might do
     """
     if isinstance(weight, GroupWeight):
         assert isinstance(x, Tensor)
-        multiply_group_tiles(x, weight, bias, out, groups, block_m, routes, activation, in_order)
+        multiply_group_tiles(x, weight, bias, added, out, groups, block_m, routes, activation, in_order)
         return
     numbers, scales, (height, width) = parts_of(weight)
     vectors, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
@@ -232,6 +250,7 @@ def _multiply(
         numbers,
         scales,
         bias,
+        added,
         out,
         routes.weights,
         *groups,
@@ -263,6 +282,7 @@ def _expert_kernel(
     weight_ptr,
     scales_ptr,
     bias_ptr,
+    added_ptr,
     out_ptr,
     choice_weights_ptr,
     choices_ptr,
@@ -342,6 +362,11 @@ def _expert_kernel(
                 acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
                 if GATED:
                     up_acc += up_bias[None, :] if TOKENS_LEFT else up_bias[:, None]
+            if added_ptr is not None:
+                acc = add_added(acc, added_ptr, choice, exists, n, has_output, weight_rows, TOKENS_LEFT)
+                if GATED:
+                    up = n + out_features
+                    up_acc = add_added(up_acc, added_ptr, choice, exists, up, has_output, weight_rows, TOKENS_LEFT)
             if not GATED:
                 choice_weights = tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)
                 acc *= choice_weights[:, None] if TOKENS_LEFT else choice_weights[None, :]
@@ -352,26 +377,3 @@ def _expert_kernel(
                 out = tl.trans(out)
             targets = out_ptr + target.to(tl.int64)[:, None] * out_features + n[None, :]
             tl.store(targets, out, mask=exists[:, None] & has_output[None, :])
-
-
-def add_pieces_triton(pieces: Tensor) -> Tensor:
-    """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order."""
-    count, tokens, size = pieces.shape
-    out = pieces.new_empty(tokens, size)
-    grid = (tokens, triton.cdiv(size, BLOCK))
-    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **early_launch(pieces))
-    return out
-
-
-@triton.jit
-def _add_pieces_kernel(
-    pieces_ptr, out_ptr, stride, size, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
-    wait_for_predecessor(EARLY)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(0).to(tl.int64) * size + i
-    total = tl.zeros([BLOCK], tl.float32)
-    for piece in tl.static_range(PIECES):
-        from_piece = pieces_ptr + piece * stride.to(tl.int64) + place
-        total += tl.load(from_piece, mask=i < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, total, mask=i < size)

@@ -2,7 +2,7 @@
 
 A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
 the whole input for itself, while its first loads of the weight are on their way. For the same reason each program adds
-up the ranks' parts of the input for itself. A row's adapter takes a launch before, which runs beside this one.
+up the ranks' parts of the input for itself. A row's adapter takes a launch before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.one_row import RowAdapter, load_b, multiply_b, shrink_row
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
@@ -27,6 +27,7 @@ from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
+REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
@@ -149,6 +150,10 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
+        # With an adapter, programs take more registers than those without, which all run at once.
+        maxnreg=REGISTERS // (per_multiprocessor * warps)
+        if of_row and scales is None and dtype.itemsize == 2
+        else None,
         **early_launch(x),
     )
     return out
@@ -260,16 +265,13 @@ def _one_row_kernel(
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
-    # With an adapter, the predecessor computes h alone: the input is complete, but the L1 cache may hold older numbers.
     ADAPTED: tl.constexpr = b_ptr is not None
-    CACHE: tl.constexpr = ".cg" if ADAPTED else ""
     if ADAPTED:
-        slot = tl.load(slot_ptr, cache_modifier=CACHE)
+        slot = load_complete(slot_ptr)
         b = load_b(b_ptr, slot, program, weight_rows, BLOCK_N, RANK_OF_B, GATED)
-    else:
-        wait_for_predecessor(EARLY)
+    wait_for_predecessor(EARLY)
 
-    x = tl.load(x_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
     if RANKS > 1:
         x = add_ranks(
             x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, RANKS_BLOCK
@@ -277,7 +279,7 @@ def _one_row_kernel(
     if POST:
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
-        x += tl.load(residual_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
+        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
         if SCALED:
             x *= tl.load(stream_scale_ptr)
     if ADD or RANKS > 1:
@@ -290,8 +292,6 @@ def _one_row_kernel(
         places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
     else:
         x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
-    if ADAPTED:
-        wait_for_predecessor(EARLY)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nanoinfer.config import Config
 from nanoinfer.kernels.adapters import adapter as kernels
-from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix, StepRows
+from nanoinfer.kernels.adapters.in_order import check_order
+from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix, StepRows
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
 from nanoinfer.parallel.buckets import Bucket
@@ -22,6 +23,7 @@ from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.modules import Modules
 from nanoinfer.weights.adapters.reading import AdapterReader
 from nanoinfer.weights.adapters.slots import Slots, write
+from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section
 
@@ -43,29 +45,41 @@ class Adapters:
         bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
         modules = Modules(model, bases)
         with default_dtype(config.torch_dtype):
-            self._wrap(model, bases.of_matrices)
+            self._wrap(model, bases)
         with default_dtype(config.torch_head_dtype):
             model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
-        have_slots = {section.name for slots in self._slots for section in slots.base.sections}
-        self.reader = AdapterReader(modules, config.max_adapter_rank, refused=modules.shapes.keys() - have_slots)
+        self.reader = AdapterReader(modules, config.max_adapter_rank)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
 
-    def _wrap(self, model: CausalLM, bases: dict[Matrix, Base]) -> None:
+    def _wrap(self, model: CausalLM, bases: Bases) -> None:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, Matrix) and child in bases:
-                    setattr(parent, name, AdaptedMatrix(child, self._beside(bases[child]), self._step))
+                if isinstance(child, Matrix) and child in bases.of_matrices:
+                    setattr(parent, name, AdaptedMatrix(child, self._beside(bases.of_matrices[child]), self._step))
+                elif isinstance(child, Experts):
+                    gate_up, down = map(self._beside_experts, bases.of_experts[child])
+                    setattr(parent, name, AdaptedExperts(child, gate_up, down, self._step))
 
     def _beside(self, base: Base) -> kernels.Adapter:
         slots = Slots.make(base, self._count, self._rank)
         self._slots.append(slots)
         return kernels.Adapter(slots.a, slots.b, base.part_rows)
 
+    def _beside_experts(self, bases: list[Base]) -> kernels.Adapter:
+        slots, a, b = Slots.make_alike(bases, self._count, self._rank)
+        self._slots += slots
+        return kernels.Adapter(a, b, bases[0].part_rows)
+
     @property
     def num_bytes(self) -> int:
         """How much memory the slots take."""
         return sum(slots.a.nbytes + slots.b.nbytes for slots in self._slots)
+
+    def fix_order(self) -> None:
+        """Let a GPU compare bits of the products with adapters; raises ValueError as check_order does."""
+        for slots in self._slots:
+            check_order(slots.base.inputs, slots.base.part_rows, self._rank, slots.a.dtype, self._device)
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: Adapter) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.adapters.config import MERGE, AdapterConfig
+from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.halves import Halves, pair
 from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
 from nanoinfer.weights.adapters.modules import Modules, Stack
@@ -18,9 +18,9 @@ from nanoinfer.weights.adapters.source import AdapterSource
 class AdapterReader:
     """Reads adapters for one model."""
 
-    def __init__(self, modules: Modules, max_rank: int, refused: Collection[str] = ()) -> None:
-        """modules: the model's; max_rank: max_adapter_rank, that of its slots; refused: modules that have no slots"""
-        self.modules, self.max_rank, self._refused = modules, max_rank, refused
+    def __init__(self, modules: Modules, max_rank: int) -> None:
+        """modules: the model's; max_rank: max_adapter_rank, that of its slots"""
+        self.modules, self.max_rank = modules, max_rank
 
     def read(self, source: AdapterSource) -> Adapter:
         """Read an adapter. Raises ValueError, naming adapter, module and value, for what the model does not fit."""
@@ -30,8 +30,6 @@ class AdapterReader:
                 for module, update in self._updates(halves, source.config):
                     if module in adapter:
                         raise ValueError(f"{halves} are a second adapter of {module}")
-                    if module in self._refused:
-                        raise ValueError(f"{halves} are of experts, whose adapters nanoinfer lacks; {MERGE}")
                     adapter[module] = update
             if not adapter:
                 raise ValueError("has no tensors named lora_A and lora_B")

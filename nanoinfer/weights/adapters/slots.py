@@ -26,6 +26,16 @@ class Slots:
         a, b = (torch.empty(slots, *shape).zero_() for shape in base.shapes(rank))
         return cls(base, a, b)
 
+    @classmethod
+    def make_alike(cls, bases: Sequence[Base], slots: int, rank: int) -> tuple[list[Slots], Tensor, Tensor]:
+        """Make empty ones of bases of one shape, such as experts; rank: as for make.
+
+        Returns also a and b of all, one base's slots after another's: [bases * slots, ...]
+        """
+        a, b = (torch.empty(len(bases) * slots, *shape).zero_() for shape in bases[0].shapes(rank))
+        each = zip(bases, a.split(slots), b.split(slots), strict=True)
+        return [cls(*own) for own in each], a, b
+
     def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a that an adapter writes in a slot, and what fills them."""
         parts, first = self.a[slot].split(self.b.shape[2]), self.base.columns.start

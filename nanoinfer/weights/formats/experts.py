@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.experts.products import Gather
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
@@ -85,13 +86,8 @@ class ExpertSizes:
     share: int
 
 
-class Experts(nn.Module, ABC):
-    """Two matrices for each expert, and biases if wanted: this rank's share of them. Filled as a Matrix is."""
-
-    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None = None) -> None:
-        """output_share: given if ranks split outputs; None: this rank computes its part of all"""
-        super().__init__()
-        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+class ExpertMap(nn.Module, ABC):
+    """What a layer of experts multiplies by: experts of some format, or such with adapters beside them."""
 
     @abstractmethod
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
@@ -104,6 +100,26 @@ class Experts(nn.Module, ABC):
         used: experts that a token takes
         Raises ValueError, naming the format, if they cannot.
         """
+
+
+class Experts(ExpertMap):
+    """Two matrices for each expert, and biases if wanted: this rank's share of them. Filled as a Matrix is."""
+
+    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None = None) -> None:
+        """output_share: given if ranks split outputs; None: this rank computes its part of all"""
+        super().__init__()
+        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes,
+        activation: Activation,
+        may_split: bool = False,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
+        """Multiply, as kernels.experts.products.expert_mlps does."""
 
     @abstractmethod
     def fix_parts(self) -> None:

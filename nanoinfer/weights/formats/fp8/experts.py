@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
@@ -41,11 +42,19 @@ class Fp8Experts(Experts):
         self._in_order = False
         self._is_in_parts = False
 
-    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes,
+        activation: Activation,
+        may_split: bool = False,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._weights()
         gather = None if self.output_share is None else self.output_share.gather
-        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
+        how = may_split, self._in_order, gather
+        return expert_mlps(x, routes, gate_up, down, activation, *how, adapters=adapters)
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_multiplies and check_order do.

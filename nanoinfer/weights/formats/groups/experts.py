@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.experts.products import expert_mlps
@@ -49,12 +50,19 @@ class GroupExperts(Experts):
         self._is_in_parts = False
         self._parts: list[Weights] = []  # views, which what is written later fills; none in act order
 
-    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes,
+        activation: Activation,
+        may_split: bool = False,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gather = None if self.output_share is None else self.output_share.gather
         gate_up, down = self._weights()
         how = may_split, self._in_order, gather
-        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added)
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters)
 
     def _weights(self) -> list[Weights]:
         """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""

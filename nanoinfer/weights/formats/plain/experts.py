@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
@@ -44,12 +45,19 @@ class PlainExperts(Experts):
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
 
-    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes,
+        activation: Activation,
+        may_split: bool = False,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._parts or (self.gate_up, self.down)
         gather = None if self.output_share is None else self.output_share.gather
         how = may_split, self._in_order, gather
-        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added)
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters)
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.

@@ -1,0 +1,72 @@
+"""Adapters of experts: what a token's adapter adds to the two products of each expert that the token chooses.
+
+A choice takes the matrices of an expert and of a slot. The choices are sorted by both, the expert first. So the sorted
+choices serve the experts' own products as well, which multiply tiles of one expert, and add what is added to a choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, SortedRows
+from nanoinfer.kernels.adapters.products import expand_triton, shrink_triton
+from nanoinfer.kernels.sorting import group_triton
+
+
+@dataclass(frozen=True)
+class ExpertAdapters:
+    """The adapters of a layer's experts, and which of them each token names.
+
+    gate_up, down: those of the two products; a of [experts * slots, parts * rank, in_features] and b likewise have one
+        expert's slots after the other's
+    rows: the tokens
+    """
+
+    gate_up: Adapter
+    down: Adapter
+    rows: AdapterRows
+
+    def of_expert(self, adapter: Adapter, number: int, tokens: Tensor) -> tuple[Adapter, AdapterRows]:
+        """Return those of one expert, and the rows of the tokens that choose it. adapter: gate_up or down"""
+        slots = self.rows.max_adapters
+        own = slice(number * slots, (number + 1) * slots)
+        return Adapter(adapter.a[own], adapter.b[own], adapter.parts), AdapterRows.of(self.rows.slots[tokens], slots)
+
+    def sort(self, experts: Tensor) -> ChoiceAdapters:
+        """Sort the tokens' choices, [tokens, used] int32, in four launches; at least one comes before the products."""
+        slots = self.rows.max_adapters
+        count = len(self.down.a) // slots
+        chosen = (self.rows.slots % (slots + 1)).unsqueeze(1).add(experts, alpha=slots + 1)
+        size = 16 if experts.numel() <= 64 * count else 64
+        return ChoiceAdapters(self, SortedRows(slots, group_triton(chosen, count * (slots + 1), size), size))
+
+
+@dataclass(frozen=True)
+class ChoiceAdapters:
+    """The adapters of the tokens' choices, which are sorted by expert and slot. Each method makes two launches."""
+
+    adapters: ExpertAdapters
+    rows: SortedRows
+
+    def beside_gate_up(self, x: Tensor) -> Tensor:
+        """Return what is added to each choice's gates and ups, [choices, 2 * size]; x: [tokens, hidden_size]"""
+        used = len(self.rows.groups.choices) // len(x)
+        h = shrink_triton(x, self.adapters.gate_up, self.rows, used=used)
+        return expand_triton(h, self.adapters.gate_up, self.rows)
+
+    def beside_down(self, gated: Tensor) -> Tensor:
+        """Return what is added to each choice's downs, [choices, outputs]; gated: their inputs, sorted as `rows`."""
+        h = shrink_triton(gated, self.adapters.down, self.rows, used=0)
+        return expand_triton(h, self.adapters.down, self.rows)
+
+
+@triton.jit
+def add_added(acc, added_ptr, choice, exists, n, has_output, outputs, TOKENS_LEFT: tl.constexpr):
+    """Add, inside an expert's product of some choices, what ChoiceAdapters adds to the outputs n."""
+    places = added_ptr + choice.to(tl.int64)[:, None] * outputs + n[None, :]
+    added = tl.load(places, mask=exists[:, None] & has_output[None, :], other=0.0).to(tl.float32)
+    return acc + (added if TOKENS_LEFT else tl.trans(added))

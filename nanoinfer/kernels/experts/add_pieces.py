@@ -1,0 +1,34 @@
+"""The sum of a token's weighted results of its experts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+BLOCK = 1024  # of the numbers of a token that a program adds up
+
+
+def add_pieces(pieces: Tensor) -> Tensor:
+    """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order."""
+    count, tokens, size = pieces.shape
+    out = pieces.new_empty(tokens, size)
+    grid = (tokens, triton.cdiv(size, BLOCK))
+    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **early_launch(pieces))
+    return out
+
+
+@triton.jit
+def _add_pieces_kernel(
+    pieces_ptr, out_ptr, stride, size, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_predecessor(EARLY)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * size + i
+    total = tl.zeros([BLOCK], tl.float32)
+    for piece in tl.static_range(PIECES):
+        from_piece = pieces_ptr + piece * stride.to(tl.int64) + place
+        total += tl.load(from_piece, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total, mask=i < size)

@@ -1,0 +1,128 @@
+"""Adapters of experts, against experts into whose weights an adapter is merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import DEVICE, whole_only
+from test_group_experts import INT4, MXFP4, dequantized
+from test_kernels import DTYPES, SHORT, assert_close, randn
+from torch import Tensor
+
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.experts import ExpertAdapters
+from nanoinfer.kernels.experts.in_order import Grouping
+from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
+from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
+from nanoinfer.kernels.linear.in_parts import WeightInParts
+
+ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
+COUNT, USED, HIDDEN, SIZE, RANK, MAX_ADAPTERS = 5, 2, 128, 64, 16, 3  # experts, those of a token, ...
+MIXED = [0, -1, 2, 0, -1, 2, 2] * 3
+SLOTS = {"mixed": MIXED, "none": [-1] * 5, "one row": [1], "all in one": [2] * 24}
+
+
+def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up, down = randn(COUNT, 2 * SIZE, HIDDEN, dtype=dtype), randn(COUNT, HIDDEN, SIZE, dtype=dtype)
+    return gate_up / HIDDEN**0.5, down / SIZE**0.5
+
+
+def adapters_of(parts: tuple[int, ...], in_features: int, dtype: torch.dtype) -> Adapter:
+    matrices = COUNT * MAX_ADAPTERS
+    a, b = randn(matrices, len(parts) * RANK, in_features, dtype=dtype), randn(matrices, sum(parts), RANK, dtype=dtype)
+    return Adapter(a / in_features**0.5, b / RANK**0.5, parts)
+
+
+def make(slots: list[int], dtype: torch.dtype) -> tuple[Tensor, Routes, ExpertAdapters]:
+    """Return tokens, the experts that they choose, and adapters, which the tokens name."""
+    rows = AdapterRows.of(torch.tensor(slots, dtype=torch.int32, device=DEVICE), MAX_ADAPTERS)
+    adapters = ExpertAdapters(adapters_of((SIZE, SIZE), HIDDEN, dtype), adapters_of((HIDDEN,), SIZE, dtype), rows)
+    tokens = len(slots)
+    experts = torch.rand(tokens, COUNT, device=DEVICE).argsort()[:, :USED].int().contiguous()
+    return randn(tokens, HIDDEN, dtype=dtype), Routes(experts, torch.rand(tokens, USED, device=DEVICE)), adapters
+
+
+def merged(weight: Tensor, adapter: Adapter, slot: int) -> Tensor:
+    """Add b a of a slot to each expert's matrix, in float32."""
+    if slot < 0:
+        return weight.float()
+    a, b = (every[slot::MAX_ADAPTERS].float() for every in (adapter.a, adapter.b))
+    inputs, outputs = a.split(adapter.rank, dim=1), b.split(adapter.parts, dim=1)
+    return weight.float() + torch.cat([up @ down for up, down in zip(outputs, inputs, strict=True)], dim=1)
+
+
+def expected(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, adapters: ExpertAdapters, activation: Activation = "silu"
+) -> Tensor:
+    """What experts give whose weights have each token's adapter merged into them."""
+    out, slots = torch.empty(x.shape, device=x.device), adapters.rows.slots
+    for slot in slots.unique().tolist():
+        own = slots == slot
+        both = merged(gate_up, adapters.gate_up, slot), merged(down, adapters.down, slot)
+        out[own] = expert_mlps_reference(x[own].float(), Routes(*(part[own] for part in routes)), *both, activation)
+    return out
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_plain_experts(slots: list[int], dtype: torch.dtype) -> None:
+    (gate_up, down), (x, routes, adapters) = weights(dtype), make(slots, dtype)
+    wanted = expected(x, routes, gate_up, down, adapters)
+    multiply = partial(expert_mlps_triton, x, routes, gate_up, down, "silu", adapters=adapters)
+    assert_close(multiply(), wanted)
+    pieces = multiply(in_order=True, may_split=True)
+    assert_close(pieces if pieces.dim() == 2 else pieces.float().sum(dim=0).to(dtype), wanted)
+    if DEVICE == "cpu" and dtype == torch.float32:
+        assert_close(expert_mlps_reference(x, routes, gate_up, down, "silu", adapters=adapters), wanted)
+
+
+@pytest.mark.parametrize("slots", [MIXED, *whole_only([[1]])], ids=lambda slots: f"{len(slots)} rows")
+@pytest.mark.parametrize("grouping", [INT4, *whole_only([MXFP4])], ids=str)
+def test_experts_in_groups(grouping: Grouping, slots: list[int]) -> None:
+    """And what an activation with clamped gates and ups, and biases, make of it."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    gate_up, down = (grouping.draw(COUNT, *shape, generator) for shape in ((2 * SIZE, HIDDEN), (HIDDEN, SIZE)))
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x, routes, adapters = make(slots, dtype)
+    wanted = expected(x, routes, dequantized(gate_up), dequantized(down), adapters, ClampedSwiGLU(1.702, 7.0))
+    out = expert_mlps_triton(x, routes, gate_up, down, ClampedSwiGLU(1.702, 7.0), adapters=adapters)
+    assert_close(out, wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the CPU multiplies by parts")
+def test_experts_in_parts() -> None:
+    (gate_up, down), (x, routes, adapters) = weights(torch.float32), make(MIXED, torch.float32)
+    parts = (
+        [WeightInParts(weight, [(SIZE, SIZE), (SIZE, SIZE)]) for weight in gate_up],
+        [WeightInParts(weight, [(HIDDEN, HIDDEN)]) for weight in down],
+    )
+    out = expert_mlps_reference(x, routes, *parts, "silu", adapters=adapters)
+    assert_close(out, expected(x, routes, gate_up, down, adapters))
+
+
+def test_ranks_that_share_the_outputs() -> None:
+    """Each has the outputs of the others: here two ranks are alike."""
+    (gate_up, down), (x, routes, adapters) = weights(torch.float32), make(MIXED, torch.float32)
+    gates, ups = gate_up.split(SIZE, dim=1)
+    half = HIDDEN // 2
+    of_rank = replace(
+        adapters, down=Adapter(adapters.down.a.repeat(1, 1, 2), adapters.down.b[:, :half].contiguous(), (half,))
+    )
+    share = gate_up, down.repeat(1, 1, 2)[:, :half].contiguous()
+    both = replace(
+        adapters,
+        gate_up=Adapter(adapters.gate_up.a, twice(adapters.gate_up.b, (SIZE, SIZE)), (2 * SIZE, 2 * SIZE)),
+        down=Adapter(of_rank.down.a, twice(of_rank.down.b, (half,)), (HIDDEN,)),
+    )
+    wanted = expected(x, routes, torch.cat([gates, gates, ups, ups], dim=1), twice(share[1], (half,)), both)
+    out = expert_mlps_triton(x, routes, *share, "silu", gather=lambda own: own.repeat(1, 2), adapters=of_rank)
+    assert_close(out, wanted)
+
+
+def twice(rows: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """Repeat each part of the rows, [matrices, rows, columns]."""
+    return torch.cat([part.repeat(1, 2, 1) for part in rows.split(parts, dim=1)], dim=1)
