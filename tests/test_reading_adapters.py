@@ -67,7 +67,13 @@ def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
         {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*layers\.(1|2)\..*"},
         {"target_modules": ["q_proj"], "layers_to_transform": 2},
         {"target_modules": ["k_proj"], "layers_to_transform": [0, 3], "layers_pattern": "layers"},
-        {"target_modules": ["gate_proj"], "target_parameters": ["q_proj.weight"]},
+        {
+            "target_modules": ["gate_proj"],
+            "target_parameters": ["q_proj.weight", "up_proj.weight"],
+            "exclude_modules": ["layers.2.mlp.gate_proj", "q_proj"],
+            "rank_pattern": {"q_proj": 7, r".*up_proj\.weight": 3},
+            "alpha_pattern": {"up_proj": 1, "gate_proj": 2, "layers.0.self_attn.q_proj.weight": 9},
+        },
     ],
     ids=lambda settings: ", ".join(settings),
 )

@@ -62,12 +62,19 @@ class AdapterConfig:
         alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
+    def target_of(self, module: str) -> str | None:
+        """Return what has the adapter's matrices for a module: its weight or itself, as patterns name it; None: none.
+
+        exclude_modules does not hold for weights that are named as parameters.
+        """
+        if self.targets_parameter(weight := f"{module}.weight"):
+            return weight
+        return module if self.targets(module) else None
+
     def targets(self, module: str) -> bool:
         """Whether the adapter has matrices for a module, as PEFT decides it (check_target_module_exists)."""
         if _matches(self.exclude_modules, module):
             return False
-        if self.targets_parameter(f"{module}.weight"):
-            return True
         if self.target_modules is None:
             return not self.target_parameters
         if self.target_modules == ALL:

@@ -42,9 +42,9 @@ class AdapterReader:
         known, named = self.modules.find(pair.module), pair.module
         stacks = self.modules.stacks.get(known)
         if stacks is None:
-            if not config.targets(named):
+            if (target := config.target_of(named)) is None:
                 raise ValueError(f"{named} has tensors, but the config's target_modules leave it out")
-            yield known, self._update(pair, named, self.modules.shapes[known], 1, config)
+            yield known, self._update(pair, target, self.modules.shapes[known], 1, config)
             return
         stack = _fitting(pair, stacks)
         parameter = f"{named}.{stack.parameter}"
