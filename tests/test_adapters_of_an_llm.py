@@ -457,7 +457,7 @@ class TestBadInput:
             llm.load_adapter("red", red.tensors)
         with pytest.raises(ValueError, match="no such folder"):
             llm.load_adapter("red", "/no/folder")
-        with pytest.raises(ValueError, match="adapter='red': named_tensors=7"):
+        with pytest.raises(ValueError, match="adapter='red': source=7"):
             llm.load_adapter("red", 7, alpha=1)  # type: ignore[arg-type]
 
     def test_more_than_max_adapters(self, llm: LLM, red: Tuned) -> None:
@@ -488,6 +488,44 @@ class TestBadInput:
         llm.unload_adapter("red")
         with pytest.raises(ValueError, match="adapter='red': is not loaded; none is"):
             llm.add_request(coming)
+
+    @pytest.mark.parametrize("replicas", [1, *whole_only([2])])
+    def test_one_that_is_unloaded_between_stream_and_its_first_output(
+        self, replicas: int, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned
+    ) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=replicas)
+        load(llm, "red", red)
+        stream = llm.stream([PROMPT], greedy(3, adapter="red"))
+        llm.unload_adapter("red")
+        load(llm, "blue", blue)  # in the same slot
+        with pytest.raises(ValueError, match="adapter='red': is not loaded; loaded are 'blue'"):
+            next(stream)
+        assert tokens(llm, adapter="blue") == expected(blue)
+
+    def test_one_that_another_thread_unloads_meanwhile(
+        self, llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load(llm, "blue", blue)
+        running = llm.add_request(PROMPT, greedy(3, adapter="blue"))
+        turn = llm._turn
+
+        def late_turn(alone: bool = False) -> Any:
+            llm.engine.adapters.unload("red")
+            return turn()
+
+        calls: list[Callable[[SamplingParams], object]] = [
+            lambda params: llm.add_request(PROMPT, params),
+            lambda params: llm.generate([PROMPT], params),
+            lambda params: llm.beam_search([PROMPT], BeamSearchParams(2, 2, adapter=params.adapter)),
+        ]
+        for number, call in enumerate(calls):
+            load(llm, "red", red)
+            with monkeypatch.context() as patch:
+                patch.setattr(llm, "_turn", late_turn)
+                with pytest.raises(ValueError, match="adapter='red': is not loaded"):
+                    call(greedy(3, adapter="red"))
+            if number == 0:  # the others let nobody run beside them
+                assert [output.request_id for output in finish(llm)] == [running]
 
     def test_an_llm_without_slots(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
         llm = make_llm(**{**OPTIONS, "max_adapters": 0})
