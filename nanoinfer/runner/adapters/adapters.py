@@ -47,7 +47,8 @@ class Adapters:
         with default_dtype(config.torch_head_dtype):
             model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
         have_slots = {section.name for slots in self._slots for section in slots.base.sections}
-        self.reader = AdapterReader(modules, config.max_adapter_rank, refused=modules.shapes.keys() - have_slots)
+        refused = modules.shapes.keys() - have_slots
+        self.reader = AdapterReader(modules, config.max_adapter_rank, refused, config.torch_dtype)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
 
