@@ -28,6 +28,9 @@ from test_spmd import make as make_with_peers
 from test_torch_state import CONTEXTS
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoinfer.engine.ranks.workers import WorkerError
+from nanoinfer.parallel import buckets
+from nanoinfer.runner.adapters.adapters import Adapters
 from nanoinfer.weights.adapters import slots
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_adapters": 2}
@@ -332,6 +335,31 @@ def test_an_error_while_it_is_written_leaves_the_old_version(
     assert [output.token_ids for output in finish(llm)] == [expected(red)]
     assert load(llm, "one", blue) == 2
     assert tokens(llm, adapter="one") == expected(blue)
+
+
+def test_a_rank_that_dies_meanwhile_leaves_no_memory_behind(
+    make_llm: Callable[..., LLM], red: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(**OPTIONS, tensor_parallel_size=2)
+    (process,) = llm.engine.ranks.workers.processes
+    segments: list[Path] = []
+    make, write = buckets.make_segment, Adapters.write
+
+    def note(num_bytes: int, least: int) -> Any:
+        memory = make(num_bytes, least)
+        segments.append(Path("/dev/shm", memory.name))
+        return memory
+
+    def die(self: Adapters, slot: int, adapter: Any) -> None:
+        process.kill()
+        process.join()
+        write(self, slot, adapter)
+
+    monkeypatch.setattr(buckets, "make_segment", note)
+    monkeypatch.setattr(Adapters, "write", die)
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        load(llm, "red", red)
+    assert [segment.exists() for segment in segments] == [False]
 
 
 class CtrlC(Interrupt):
@@ -707,6 +735,30 @@ class TestReplicas:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             assert output.token_ids == expected((blue, base)[i % 2], prompt, 6)
+
+    def test_what_is_wrong_with_tensors_is_named_as_by_one_engine(
+        self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=2)
+        load(llm, "red", red)
+        (name, a), *others = red.tensors.items()
+        with pytest.raises(ValueError, match=rf"adapter='red': {name} of shape \[0, 192\] .* another model's"):
+            llm.load_adapter("red", dict([(name, a[:0]), *others]), alpha=ALPHA)
+        llm.load_adapter("red", dict([(name, torch._neg_view(-a)), *others]), alpha=ALPHA)
+        assert tokens(llm, adapter="red") == expected(red)
+
+        ask = llm.engine.ask
+
+        def interrupted(method: str, *args: Any) -> None:
+            ask(method, *args)
+            if method == "read_adapter":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "ask", interrupted)
+            with pytest.raises(KeyboardInterrupt):  # when they wait for tensors
+                load(llm, "red", blue)
+        assert (tokens(llm, adapter="red"), tokens(llm)) == (expected(red), expected(base))
 
     @pytest.mark.whole
     def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:
