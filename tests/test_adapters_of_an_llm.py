@@ -566,6 +566,16 @@ class TestBadInput:
                 call()
         assert llm.adapters == {}
 
+    def test_more_slots_than_the_host_has_memory_for(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("nanoinfer.runner.adapters.adapters.free_bytes", lambda: 30 << 30)
+        message = (
+            r"max_adapters=1024, max_adapter_rank=512: their slots take \d\d\.\d\d GiB, and the host has 30.00 GiB"
+        )
+        with pytest.raises(ValueError, match=message):
+            make_llm(**{**OPTIONS, "max_adapters": 1024, "max_adapter_rank": 512}, dtype="float32")
+
     def test_a_stream_is_open(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)
         stream = llm.stream([PROMPT], greedy(5, adapter="red"))

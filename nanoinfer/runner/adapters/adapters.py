@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
 from nanoinfer.parallel.buckets import Bucket
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.receiver import Receiver
 from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
@@ -41,6 +43,7 @@ class Adapters:
         self._step = StepRows()
         shape = config.description.vocab_size, config.description.hidden_size
         bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
+        _check_host_memory([*bases.of_matrices.values(), bases.head], config, device)
         modules = Modules(model, bases)
         with default_dtype(config.torch_dtype):
             self._wrap(model, bases.of_matrices)
@@ -114,3 +117,16 @@ class Adapters:
             yield
         finally:
             self._step.wanted = None
+
+
+def _check_host_memory(bases: list[Base], config: Config, device: torch.device) -> None:
+    """Raise ValueError if the host has no room for the slots of a CPU's rank: Linux ends who takes more."""
+    if device.type != "cpu":
+        return
+    shapes = [shape for base in bases for shape in base.shapes(slot_rank(config.max_adapter_rank))]
+    needed = config.max_adapters * sum(map(math.prod, shapes)) * config.torch_dtype.itemsize
+    if needed > (free := free_bytes()):
+        raise ValueError(
+            f"max_adapters={config.max_adapters}, max_adapter_rank={config.max_adapter_rank}: their slots take"
+            f" {needed / 2**30:,.2f} GiB, and the host has {free / 2**30:,.2f} GiB free; lower one of them"
+        )
