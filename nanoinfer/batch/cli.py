@@ -29,9 +29,9 @@ Exit status: 0: all lines have results; 1: some have errors, or the job broke of
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = vars(make_parser().parse_args(argv))
-    if "adapters" in arguments:
-        arguments["adapters"] = dict(arguments["adapters"])
     try:
+        if "adapters" in arguments:
+            arguments["adapters"] = _by_name(arguments["adapters"])
         summary = run(**arguments)
     except ValueError as error:
         return _say(WRONG, f"error: {error}")
@@ -108,6 +108,17 @@ def _pair(text: str) -> tuple[str, str]:
     """Return the name and the folder of an adapter."""
     name, _, folder = text.partition("=")
     return name, folder
+
+
+def _by_name(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Return adapters' folders by their names. Raises ValueError for a name that comes twice."""
+    folders: dict[str, str] = {}
+    for name, folder in pairs:
+        if folders.setdefault(name, folder) != folder:
+            raise ValueError(
+                f"--load-adapter {name}={folder}: {name!r} is {folders[name]!r} already; take another name"
+            )
+    return folders
 
 
 def _say(status: int, message: str) -> int:
