@@ -545,6 +545,7 @@ class TestBadInput:
             lambda params: llm.add_request(PROMPT, params),
             lambda params: llm.generate([PROMPT], params),
             lambda params: llm.beam_search([PROMPT], BeamSearchParams(2, 2, adapter=params.adapter)),
+            lambda params: llm.unload_adapter(str(params.adapter)),
         ]
         for number, call in enumerate(calls):
             load(llm, "red", red)
