@@ -728,12 +728,21 @@ def load_otherwise() -> str:
         return f"{kind}: {message}"
 
 
+def load_with_other_alphas() -> str:
+    """Let the ranks scale an adapter differently; returns the error."""
+    red = Tuned(BUNDLED_MODEL, seed=1)
+    with make_with_peers(max_adapters=1) as llm:
+        kind, message, _ = told(lambda: llm.load_adapter("red", red.tensors, alpha=4 + 4 * rank()))
+        return f"{kind}: {message}"
+
+
 @pytest.mark.whole
 def test_ranks_in_a_trainers_processes(base: Oracle, red: Tuned, blue: Tuned, tmp_path: Path) -> None:
     trainer = Trainer("cpu", tmp_path)
     assert trainer.run(show_with_peers) == shown(base, red, blue)
     differ = "rank 0 has load_adapter: 'of 0', 'recompute'; rank 1 has load_adapter: 'of 1', 'recompute'"
     assert trainer.run(load_otherwise).endswith(differ)
+    assert "not called alike: rank 0 has adapter: [1.0], LoadedAdapter(" in trainer.run(load_with_other_alphas)
     trainer.end()
 
 

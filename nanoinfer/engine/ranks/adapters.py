@@ -121,7 +121,7 @@ class Adapters(AnyAdapters):
         loaded = self.describe(name, adapter)
         free = set(range(self._most)).difference(self._slots.values())
         slot = self._slots.get(name, min(free, default=NONE))
-        self._ranks.compare("adapter", loaded)
+        self._ranks.compare("adapter", sorted({update.scale for update in adapter.values()}), loaded)
         with delayed_interrupt():
             begin()
             self._scheduler.reset_prefix_cache(slot)
