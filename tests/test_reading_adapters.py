@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,22 @@ def product(rank: Rank, *source: Any, **how: Any) -> list[Tensor]:
     """What an adapter adds to the rank's matrices."""
     write(rank.reader.read(open_adapter("tuned", *source, **how)), 0, rank.slots)
     return rank.added(0)
+
+
+def test_an_iterator_may_give_one_memory_again_and_again(ours: Rank) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{LAYER}self_attn.{name}.lora_{half}.weight": torch.randn(shape, generator=generator)
+        for name in ("q_proj", "o_proj")
+        for half, shape in (("A", (4, 48 if name == "q_proj" else 64)), ("B", (64 if name == "q_proj" else 48, 4)))
+    }
+    memory = torch.empty(64 * 4)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, memory[: tensor.numel()].view_as(tensor).copy_(tensor)
+
+    assert all_close(product(ours, gathered(), alpha=4), product(ours, tensors, alpha=4))
 
 
 def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -242,7 +258,10 @@ class TestBadInput:
                 {**TENSORS, "lm_head.weight": torch.ones(160, 48)},
                 "lm_head.weight is neither lora_A nor lora_B, .* merge",
             ),
-            ([(A, "number")], "named_tensors has .*must be pairs"),
+            ([(A, "number")], "source has .*must be pairs"),
+            ({**TENSORS, A: torch.ones(4, 48).double() * 1e300}, f"{Q} has numbers of up to 1e.300: must be at most"),
+            ({**TENSORS, B: torch.ones(64, 4) * 1e38}, f"{Q} has numbers of up to 1e.38 times 4, its alpha by its"),
+            ({**TENSORS, A: TENSORS[A].to("meta")}, f"source: {A} has no numbers to copy: .* on meta"),
         ],
     )
     def test_tensors(self, tensors: Any, message: str, ours: Rank) -> None:
@@ -270,12 +289,23 @@ class TestBadInput:
             ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\]: must be a mapping"),
             ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(': must be a name or a regular expression"),
             ({"layers_to_transform": ["first"]}, "layers_to_transform='first': must be an integer"),
+            ({"rank_pattern": {"(?i)q_proj": 4}}, r"rank_pattern has '\(\?i\)q_proj': must be .* global flags"),
+            ({"rank_pattern": {3: 4}}, "rank_pattern has 3: must be a name or a regular expression"),
+            ({"target_modules": "q{99999999999}"}, r"target_modules='q\{9+\}': must be .* expression: the rep"),
+            ({"layers_pattern": "["}, r"layers_pattern has '\[': must be a name or a regular expression"),
             ("lora", "config='lora': must be a mapping as in adapter_config.json, or LoraConfig"),
+            (peft.LoraConfig, r"config=<class .*>: must be a mapping .* or LoraConfig\(\.\.\.\): its to_dict fails"),
         ],
     )
     def test_settings(self, settings: Any, message: str, ours: Rank) -> None:
         with pytest.raises(ValueError, match=rf"adapter='tuned': {message}"):
             ours.reader.read(open_adapter("tuned", TENSORS, config=settings))
+
+    def test_numbers_that_its_dtype_does_not_hold(self, model: PreTrainedModel, folder: Path) -> None:
+        source = open_adapter("tuned", {**TENSORS, B: torch.full((64, 4), 40000.0)}, alpha=8)
+        assert Rank(folder).reader.read(source).keys() == {Q}
+        with pytest.raises(ValueError, match=f"{Q} has numbers of up to 4e.04 times 2, .* 6.55e.04, for torch.float16"):
+            Rank(folder, slots=torch.float16).reader.read(source)
 
     def test_tensors_without_settings(self, ours: Rank) -> None:
         with pytest.raises(ValueError, match="adapter='tuned': tensors need either config"):
@@ -296,6 +326,7 @@ class TestBadInput:
             (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it has adapter_config.json"),
             (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: cannot be read"),
             (lambda folder: (folder / "adapter_config.json").write_text("[]"), r"config=\[\]: must be a mapping"),
+            (lambda folder: (folder / "adapter_config.json").write_text("[" * 99999), "config.json: cannot be read"),
             (lambda folder: (folder / "adapter_model.safetensors").write_text("{"), "safetensors: cannot be read"),
         ],
     )

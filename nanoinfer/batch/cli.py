@@ -110,7 +110,7 @@ class _AddAdapter(argparse.Action):
         folders = vars(namespace).setdefault(self.dest, {})
         if not (name and folder):
             parser.error(f"{option} {values}: must be NAME=FOLDER, as in sql=adapters/sql")
-        if name in folders:
+        if folders.get(name, folder) != folder:
             parser.error(f"{option} {values}: must have another name, as {name}={folders[name]} has this one")
         folders[name] = folder
 

@@ -46,8 +46,9 @@ class ReplicaAdapters(AnyAdapters):
     def _read(self, source: AdapterSource) -> LoadedAdapter:
         """Let all replicas check an adapter; returns what one of them says of it."""
         with shared_memory(sum(tensor.nbytes for _, tensor in source.tensors)) as segment:
-            self._replicas.ask("read_adapter", source.name, source.config, segment)
-            answers: list[LoadedAdapter] = self._replicas.deliver(source.tensors, segment)
+            answers: list[LoadedAdapter] = self._replicas.deliver(
+                source.tensors, segment, "read_adapter", source.name, source.config
+            )
         if not answers:
             raise RuntimeError(f"adapter={source.name!r}: all replicas died meanwhile, and start again: load it again")
         return answers[0]

@@ -122,7 +122,7 @@ class Adapters(AnyAdapters):
     def write(self, name: str, adapter: Adapter, begin: Callable[[], None]) -> int:
         """Write an adapter that `read` has checked; returns its version. An error leaves what was there."""
         loaded, slot = self.describe(name, adapter), self._slot_for(name)
-        self._ranks.compare("adapter", loaded)
+        self._ranks.compare("adapter", sorted({update.scale for update in adapter.values()}), loaded)
         with delayed_interrupt():
             begin()
             self._scheduler.reset_prefix_cache(slot)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +17,7 @@ from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
 from nanoinfer.parallel.buckets import Bucket
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.receiver import Receiver
 from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
@@ -43,12 +45,13 @@ class Adapters:
         self._step = StepRows()
         shape = config.description.vocab_size, config.description.hidden_size
         bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
+        _check_host_memory(bases, config, device)
         modules = Modules(model, bases)
         with default_dtype(config.torch_dtype):
             self._wrap(model, bases)
         with default_dtype(config.torch_head_dtype):
             model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
-        self.reader = AdapterReader(modules, config.max_adapter_rank)
+        self.reader = AdapterReader(modules, config.max_adapter_rank, config.torch_dtype)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
 
@@ -127,3 +130,16 @@ class Adapters:
             yield
         finally:
             self._step.wanted = None
+
+
+def _check_host_memory(bases: Iterable[Base], config: Config, device: torch.device) -> None:
+    """Raise ValueError if the host has no room for the slots of a CPU's rank: Linux ends who takes more."""
+    if device.type != "cpu":
+        return
+    shapes = [shape for base in bases for shape in base.shapes(slot_rank(config.max_adapter_rank))]
+    needed = config.max_adapters * sum(map(math.prod, shapes)) * config.torch_dtype.itemsize
+    if needed > (free := free_bytes()):
+        raise ValueError(
+            f"max_adapters={config.max_adapters}, max_adapter_rank={config.max_adapter_rank}: their slots take"
+            f" {needed / 2**30:,.2f} GiB, and the host has {free / 2**30:,.2f} GiB free; lower one of them"
+        )

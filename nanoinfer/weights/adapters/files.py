@@ -31,7 +31,7 @@ def read_folder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
     try:
         settings = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG_FILE}: cannot be read: {error}") from error
     try:
         with fresh_torch_state():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,9 +18,9 @@ from nanoinfer.weights.adapters.source import AdapterSource
 class AdapterReader:
     """Reads adapters for one model."""
 
-    def __init__(self, modules: Modules, max_rank: int) -> None:
-        """modules: the model's; max_rank: max_adapter_rank, that of its slots"""
-        self.modules, self.max_rank = modules, max_rank
+    def __init__(self, modules: Modules, max_rank: int, dtype: torch.dtype = torch.float32) -> None:
+        """modules: the model's; max_rank: max_adapter_rank, that of its slots; dtype: of the slots"""
+        self.modules, self.max_rank, self._dtype = modules, max_rank, dtype
 
     def read(self, source: AdapterSource) -> Adapter:
         """Read an adapter. Raises ValueError, naming adapter, module and value, for what the model does not fit."""
@@ -32,7 +33,7 @@ class AdapterReader:
                     adapter[module] = update
             if not adapter:
                 raise ValueError("has no tensors named lora_A and lora_B")
-            _check_finite(adapter)
+            _check_numbers(adapter, self._dtype)
         except ValueError as error:
             raise ValueError(f"adapter={source.name!r}: {error}") from None
         return adapter
@@ -77,15 +78,26 @@ def _fitting(pair: Pair, stacks: list[Stack]) -> Stack:
     raise ValueError(f"{pair}: the experts of this model have {needed}; the adapter may be another model's")
 
 
-def _check_finite(adapter: Adapter) -> None:
-    """Raise ValueError, naming a module, for numbers that are NaN or infinite. The host waits once for each device."""
-    on_devices: dict[torch.device, list[tuple[str, Tensor]]] = {}
+def _check_numbers(adapter: Adapter, dtype: torch.dtype) -> None:
+    """Raise ValueError, naming a module, for numbers that are NaN, infinite, or too large for a slot of this dtype.
+
+    The host waits once for each device.
+    """
+    on_devices: dict[torch.device, list[tuple[str, Tensor, float]]] = {}
     for module, update in adapter.items():
-        for tensor in (update.a, update.b):
-            on_devices.setdefault(tensor.device, []).append((module, tensor))
+        for tensor, factor in ((update.a, 1.0), (update.b, abs(update.scale))):
+            on_devices.setdefault(tensor.device, []).append((module, tensor, factor))
     for tensors in on_devices.values():
-        largest = torch.stack(torch._foreach_norm([tensor for _, tensor in tensors], ord=float("inf")))
-        are_finite = largest.isfinite().tolist()
-        bad = next((module for (module, _), is_finite in zip(tensors, are_finite, strict=True) if not is_finite), None)
-        if bad is not None:
-            raise ValueError(f"{bad} has numbers that are NaN or infinite")
+        norms = torch._foreach_norm([tensor for _, tensor, _ in tensors], ord=float("inf"))
+        for (module, _, factor), largest in zip(tensors, torch.stack(norms).tolist(), strict=True):
+            _check_largest(module, largest, factor, dtype)
+
+
+def _check_largest(module: str, largest: float, factor: float, dtype: torch.dtype) -> None:
+    """Check the largest number of a matrix. factor: what it is multiplied by, in float32"""
+    if not math.isfinite(largest):
+        raise ValueError(f"{module} has numbers that are NaN or infinite")
+    most = torch.finfo(dtype).max
+    if largest > torch.finfo(torch.float32).max or largest * factor > most:
+        times = "" if factor == 1 else f" times {factor:.4g}, its alpha by its rank"
+        raise ValueError(f"{module} has numbers of up to {largest:.4g}{times}: must be at most {most:.4g}, for {dtype}")
