@@ -54,12 +54,24 @@ ELSEWHERE = {
         ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
         ("enable_lora max_loras_per_batch", "max_adapters"),
         ("max_lora_rank", "max_adapter_rank"),
-        ("adapter_name lora_name lora_path", "adapter"),
+        ("adapter_name lora_name", "adapter"),
+        ("lora_path lora_paths lora_modules", "llm.load_adapter(name, folder); SamplingParams(adapter=name) names it"),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()
 }
 """Maps an argument of transformers, vLLM and their like to our argument, or to a sentence that says what to do."""
+
+OF_ONE_CALL = {
+    "load_adapter": {
+        "adapter_name": "name",
+        "lora_name": "name",
+        **dict.fromkeys(("model_id", "peft_model_id", "lora_path", "adapter_path", "path", "tensors"), "source"),
+        "peft_config": "config",
+    },
+    "unload_adapter": {"adapter_name": "name", "lora_name": "name"},
+}
+"""Maps a call to arguments that stand for others of ours there than elsewhere."""
 
 SURE, LIKELY = 0.8, 0.6  # how much alike two names are, from 0 to 1, as difflib measures it
 
@@ -98,7 +110,7 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
                     others[name].check(name, named.pop(name), beside)
                 elif name in renamed:
                     _rename(name, renamed[name], named, beside)
-                elif hint := _hint(name, known, is_open):
+                elif hint := _hint(taker, name, known, is_open):
                     raise ValueError(f"unknown argument {name!r}: {hint}")
             return function(*args, **named)
 
@@ -122,16 +134,17 @@ def _rename(name: str, ours: Spelling, named: dict[str, Any], beside: Mapping[st
         named[own] = meant
 
 
-def _hint(name: str, known: list[str], is_open: bool) -> str | None:
+def _hint(taker: str, name: str, known: list[str], is_open: bool) -> str | None:
     """Say what to write instead of an unknown argument; None if it may be one to pass on."""
-    if not is_open and name not in ELSEWHERE and (reason := reason_for(name)):
+    elsewhere = ELSEWHERE | OF_ONE_CALL.get(taker, {})
+    if not is_open and name not in elsewhere and (reason := reason_for(name)):
         return reason
-    ours = ELSEWHERE.get(name, name)
+    ours = elsewhere.get(name, name)
     if near := difflib.get_close_matches(ours, known, n=1, cutoff=SURE):
         return f"did you mean {near[0]!r}?"
     if ours in _takers:
         return f"write {' or '.join(f'{taker}({ours}=...)' for taker in _takers[ours])}"
-    if name in ELSEWHERE:
+    if name in elsewhere:
         return ours
     if is_open:
         return None

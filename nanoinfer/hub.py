@@ -21,12 +21,15 @@ CONVERT = (
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 
 
-def find_folder(option: str, source: str | Path, revision: str | None, files: list[str]) -> str:
+def find_folder(
+    option: str, source: str | Path, revision: str | None, files: list[str], kind: str | None = None
+) -> str:
     """Return the path of a folder, or download a Hub id's files first.
 
-    option: "model", "tokenizer" or "adapter", which has the value `source`. "bundled" is BUNDLED_MODEL, unless the
-        working directory has a folder of that name
+    option: the argument that has the value `source`, such as "model" or "tokenizer". "bundled" is BUNDLED_MODEL, unless
+        the working directory has a folder of that name
     revision: the Hub id's branch, tag or commit; None: its main branch, as which a folder counts
+    kind: what the folder holds, such as "adapter"; None: what the option says
 
     Raises ValueError if there is no such folder, or a folder has another revision.
     """
@@ -49,11 +52,13 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
     if is_file and folder.suffix == GGUF:
         raise ValueError(f"{option}={str(source)!r}: nanoinfer reads no GGUF; {CONVERT}")
     if is_file:
-        raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds the {option}'s files")
+        whose = f"the {kind or option}'s"
+        raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds {whose} files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        example = f"'Qwen/Qwen3-0.6B'; {BUNDLED!r} is the small model that ships with nanoinfer"
         raise ValueError(
-            f"{option}={str(source)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B';"
-            f" {BUNDLED!r} is the small model that ships with nanoinfer"
+            f"{option}={str(source)!r}: no such folder, nor is it a Hugging Face Hub id such as"
+            f" {example if kind is None else repr(f'owner/{kind}')}"
         )
     return _download(option, str(source), revision, files)
 

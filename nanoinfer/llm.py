@@ -339,11 +339,13 @@ class LLM(QueuesRequests, SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods
                 return prompts.take(most_tokens)
 
         with closing(prompts), self._turn(alone=True), no_full_collection(), self._requests:
+            self._check_adapters(prompts.params)  # another thread may have unloaded one
             requests = run_all(self._requests, prompts.count, take, use_tqdm)
             return [request.output() for request in requests]
 
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:
         with self._turn(alone=True), self._requests:
+            self._check_adapters(prompt.params for prompt in prompts)  # one may have been unloaded since stream
             requests = [self._requests.add(prompt, streams=True) for prompt in prompts]
             yield from stream_all(self._requests, requests, self.engine.check_open)
             self._requests.take_finished()

@@ -10,10 +10,10 @@ from conftest import whole_only
 from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import (
     expand_reference,
     expand_triton,
@@ -39,22 +39,22 @@ SLOTS = {"mixed": MIXED, "all in one": [2] * 20, "none": [-1] * 5, "one row": [3
 SHAPES = [((96,), 96, 16), ((128, 32, 32), 640, 16), ((40, 7, 9), 200, 48), *whole_only([((300, 300), 1100, 128)])]
 
 
-def adapter_of(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> Adapter:
+def pairs_of(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> Pairs:
     a = randn(MAX_ADAPTERS, len(parts) * rank, in_features, dtype=dtype) / in_features**0.5
-    return Adapter(a, randn(MAX_ADAPTERS, sum(parts), rank, dtype=dtype), parts)
+    return Pairs(a, randn(MAX_ADAPTERS, sum(parts), rank, dtype=dtype), parts)
 
 
 def rows_of(slots: list[int]) -> AdapterRows:
     return AdapterRows.of(torch.tensor(slots, dtype=torch.int32, device=DEVICE), MAX_ADAPTERS)
 
 
-def added(x: Tensor, adapter: Adapter, slots: list[int]) -> Tensor:
+def added(x: Tensor, pairs: Pairs, slots: list[int]) -> Tensor:
     """What adapters add to each row's outputs, as the definition says, in float64."""
-    out = torch.zeros(len(x), adapter.b.shape[1], dtype=torch.float64, device=x.device)
+    out = torch.zeros(len(x), pairs.b.shape[1], dtype=torch.float64, device=x.device)
     for row, slot in enumerate(slots):
         if slot >= 0:
-            h = (adapter.a[slot].double() @ x[row].double()).split(adapter.rank)
-            matrices = adapter.b[slot].double().split(adapter.parts)
+            h = (pairs.a[slot].double() @ x[row].double()).split(pairs.rank)
+            matrices = pairs.b[slot].double().split(pairs.parts)
             out[row] = torch.cat([b @ part for b, part in zip(matrices, h, strict=True)])
     return out
 
@@ -70,17 +70,17 @@ def test_rows_without_an_adapter_come_last() -> None:
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
 def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: list[int], dtype: torch.dtype) -> None:
-    adapter, rows = adapter_of(parts, in_features, rank, dtype), rows_of(slots)
+    pairs, rows = pairs_of(parts, in_features, rank, dtype), rows_of(slots)
     x, y = randn(len(slots), in_features, dtype=dtype), randn(len(slots), sum(parts), dtype=dtype)
-    expected = y.double() + added(x, adapter, slots)
+    expected = y.double() + added(x, pairs, slots)
     for shrink, expand in ((shrink_triton, expand_triton), (shrink_reference, expand_reference)):
         out = y.clone()
-        assert expand(shrink(x, adapter, rows), adapter, rows, out) is out
+        assert expand(shrink(x, pairs, rows), pairs, rows, out) is out
         assert_close(out, expected)
         assert torch.equal(out[rows.slots < 0], y[rows.slots < 0])
-    h = pieces_for(x, adapter, rows)
-    assert shrink_triton(x, adapter, rows, h) is h
-    alone = expand_triton(h, adapter, rows)
+    h = pieces_for(x, pairs, rows)
+    assert shrink_triton(x, pairs, rows, h) is h
+    alone = expand_triton(h, pairs, rows)
     assert_close(y + alone, expected)
     assert not alone[rows.slots < 0].any()
 
@@ -88,31 +88,31 @@ def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: li
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
 def test_gates_and_ups(parts: tuple[int, ...], activation: Activation) -> None:
-    adapter, rows = adapter_of(parts, 96, 16, torch.float32), rows_of(MIXED)
+    pairs, rows = pairs_of(parts, 96, 16, torch.float32), rows_of(MIXED)
     x, y = randn(len(MIXED), 96), randn(len(MIXED), 140)
-    expected = gate_mul_reference(y + added(x, adapter, MIXED).float(), activation)
+    expected = gate_mul_reference(y + added(x, pairs, MIXED).float(), activation)
     for shrink, expand in ((shrink_triton, expand_triton), (shrink_reference, expand_reference)):
-        assert_close(expand(shrink(x, adapter, rows), adapter, rows, y.clone(), activation), expected)
+        assert_close(expand(shrink(x, pairs, rows), pairs, rows, y.clone(), activation), expected)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, among few, and among so many that one program multiplies all inputs, or that tiles are larger."""
-    adapter, slots = adapter_of((48, 32), 1100, 16, dtype), (MIXED * 4)[:100]
+    pairs, slots = pairs_of((48, 32), 1100, 16, dtype), (MIXED * 4)[:100]
     x, y = randn(len(slots), 1100, dtype=dtype), randn(len(slots), 80, dtype=dtype)
 
     def outputs(tokens: int) -> Tensor:
         rows, out = rows_of(slots[:tokens]), y[:tokens].clone()
-        h = shrink_triton(x[:tokens], adapter, rows)
+        h = shrink_triton(x[:tokens], pairs, rows)
         pieces.append(len(h))
-        return expand_triton(h, adapter, rows, out)
+        return expand_triton(h, pairs, rows, out)
 
     pieces: list[int] = []
     monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 132)
     alone, few, many = outputs(1), outputs(20), outputs(100)
     monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 1)
     undivided = outputs(100)
-    monkeypatch.setattr("nanoinfer.kernels.adapters.adapter.FEW_ROWS", 50)
+    monkeypatch.setattr("nanoinfer.kernels.adapters.pairs.FEW_ROWS", 50)
     wide = outputs(100)
     assert pieces[0] == 3
     assert pieces[-1] == 1
@@ -133,9 +133,9 @@ def test_the_check_compares_tiles_of_both_sizes(monkeypatch: pytest.MonkeyPatch)
     sizes: set[int] = set()
 
     def check(wrong: int | None) -> None:
-        def expand(h: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+        def expand(h: Tensor, pairs: Pairs, rows: AdapterRows) -> Tensor:
             sizes.add(rows.size)
-            out = expand_reference(h, adapter, rows, torch.zeros(h.shape[1], sum(adapter.parts), device=DEVICE))
+            out = expand_reference(h, pairs, rows, torch.zeros(h.shape[1], sum(pairs.parts), device=DEVICE))
             return out.round(decimals=2) + (rows.size == wrong)
 
         monkeypatch.setattr("nanoinfer.kernels.adapters.in_order.shrink_triton", shrink_reference)
@@ -153,13 +153,13 @@ def test_the_check_compares_tiles_of_both_sizes(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("slot", [2, -1])
 @pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
 def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int, dtype: torch.dtype) -> None:
-    adapter = adapter_of(parts, in_features, rank, dtype)
-    of_row = RowAdapter(adapter, torch.tensor([slot], dtype=torch.int32, device=DEVICE))
+    pairs = pairs_of(parts, in_features, rank, dtype)
+    of_row = RowAdapter(pairs, torch.tensor([slot], dtype=torch.int32, device=DEVICE))
     x, residual = randn(1, in_features, dtype=dtype), randn(1, in_features, dtype=dtype)
     weight, norm = randn(sum(parts), in_features, dtype=dtype), Norm(randn(in_features, dtype=dtype), 1e-6)
 
     def expected(x: Tensor) -> Tensor:
-        return x.double() @ weight.double().T + added(x, adapter, [slot])
+        return x.double() @ weight.double().T + added(x, pairs, [slot])
 
     assert_close(one_row_linear(x, weight, of_row=of_row), expected(x))
     out, total = one_row_norm_linear(x, residual, norm, weight, of_row=of_row)
@@ -171,29 +171,29 @@ def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int,
 
 @pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
 def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
-    adapter, x, weight, bias = adapter_of(parts, 96, 16, torch.float32), randn(1, 96), randn(140, 96), randn(140)
-    of_row = RowAdapter(adapter, torch.tensor([1], dtype=torch.int32, device=DEVICE))
-    expected = gate_mul_reference(x @ weight.T + bias + added(x, adapter, [1]).float(), "silu")
+    pairs, x, weight, bias = pairs_of(parts, 96, 16, torch.float32), randn(1, 96), randn(140, 96), randn(140)
+    of_row = RowAdapter(pairs, torch.tensor([1], dtype=torch.int32, device=DEVICE))
+    expected = gate_mul_reference(x @ weight.T + bias + added(x, pairs, [1]).float(), "silu")
     assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)
 
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 def test_linear_adds_what_rows_name(slots: list[int]) -> None:
     """Before the product's bias and activation are applied, whatever comes before, and whichever kernels multiply."""
-    adapter, rows = adapter_of((128, 128), 256, 16, torch.float32), rows_of(slots)
+    pairs, rows = pairs_of((128, 128), 256, 16, torch.float32), rows_of(slots)
     x, residual, gates_and_ups = randn(len(slots), 256), randn(len(slots), 256), randn(len(slots), 512)
     weight, bias, norm = randn(256, 256), randn(256), Norm(randn(256), 1e-6)
 
     def expected(x: Tensor) -> Tensor:
-        return x @ weight.T + bias + added(x, adapter, slots).float()
+        return x @ weight.T + bias + added(x, pairs, slots).float()
 
     gated = gate_mul_reference(gates_and_ups, "silu")
-    assert_close(adapted_linear(gates_and_ups, weight, adapter, rows, bias, before="silu"), expected(gated))
-    assert_close(adapted_linear(x, weight, adapter, rows, bias, "silu"), gate_mul_reference(expected(x), "silu"))
-    pieces = adapted_linear(x, weight, adapter, rows, bias, may_split=True)
+    assert_close(adapted_linear(gates_and_ups, weight, pairs, rows, bias, before="silu"), expected(gated))
+    assert_close(adapted_linear(x, weight, pairs, rows, bias, "silu"), gate_mul_reference(expected(x), "silu"))
+    pieces = adapted_linear(x, weight, pairs, rows, bias, may_split=True)
     assert_close(pieces if pieces.dim() == 2 else pieces.sum(dim=0), expected(x))
     normed = rms_norm_reference(x + residual, norm)
-    out, total = adapted_norm_linear(x, residual, norm, weight, adapter, rows, bias, "silu")
+    out, total = adapted_norm_linear(x, residual, norm, weight, pairs, rows, bias, "silu")
     assert_close(out, gate_mul_reference(expected(normed), "silu"))
     assert_close(total, x + residual)
 
@@ -223,14 +223,14 @@ ON_CPU = [] if DEVICE == "cuda" else [in_parts, PackedWeight]
 @pytest.mark.parametrize("slots", [MIXED, [1]], ids=["mixed", "one row"])
 @pytest.mark.parametrize("weigh", [in_int4, in_order, gathered, *ON_CPU], ids=lambda weigh: weigh.__name__)
 def test_every_weight_has_adapters(weigh: Callable[[Tensor], AnyWeight], slots: list[int]) -> None:
-    adapter, rows = adapter_of((64, 64, 128), 64, 16, torch.float32), rows_of(slots)
+    pairs, rows = pairs_of((64, 64, 128), 64, 16, torch.float32), rows_of(slots)
     x, weight, bias = randn(len(slots), 64), weigh(randn(256, 64)), randn(256)
-    expected = linear(x, weight, bias) + added(x, adapter, slots).float()
-    assert_close(adapted_linear(x, weight, adapter, rows, bias), expected)
-    assert_close(adapted_linear(x, weight, adapter, rows, bias, "silu"), gate_mul_reference(expected, "silu"))
+    expected = linear(x, weight, bias) + added(x, pairs, slots).float()
+    assert_close(adapted_linear(x, weight, pairs, rows, bias), expected)
+    assert_close(adapted_linear(x, weight, pairs, rows, bias, "silu"), gate_mul_reference(expected, "silu"))
     total = x + x
-    expected = linear(total, weight, bias) + added(total, adapter, slots).float()
-    out, residual = adapted_norm_linear(x, x, None, weight, adapter, rows, bias)
+    expected = linear(total, weight, bias) + added(total, pairs, slots).float()
+    out, residual = adapted_norm_linear(x, x, None, weight, pairs, rows, bias)
     assert_close(out, expected)
     assert torch.equal(residual, total)
 
@@ -241,12 +241,12 @@ def test_every_weight_has_adapters(weigh: Callable[[Tensor], AnyWeight], slots: 
 def test_ranks_that_share_the_outputs_change_no_bit(ranks: int, activation: Activation | None) -> None:
     """Not even where a rank has so few that the CPU multiplies, or applies an activation, in another way."""
     halves, x, bias = (56, 56), randn(1, 96), randn(112)
-    weight, adapter = randn(112, 96), adapter_of(halves, 96, 16, torch.float32)
+    weight, pairs = randn(112, 96), pairs_of(halves, 96, 16, torch.float32)
 
     def outputs(first: int, size: int) -> Tensor:
         """Of both halves, these rows alone."""
         own = torch.cat([torch.arange(first, first + size), torch.arange(56 + first, 56 + first + size)])
-        share = Adapter(adapter.a, adapter.b[:, own].contiguous(), (size, size))
+        share = Pairs(pairs.a, pairs.b[:, own].contiguous(), (size, size))
         parts = WeightInParts(weight[own], [(size, 56), (size, 56)])
         out = adapted_linear(x, parts, share, rows_of([2]), bias[own], activation)
         return out.view(1 if activation else 2, size)

@@ -28,6 +28,9 @@ from test_spmd import make as make_with_peers
 from test_torch_state import CONTEXTS
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoinfer.engine.ranks.workers import WorkerError
+from nanoinfer.parallel import buckets
+from nanoinfer.runner.adapters.adapters import Adapters
 from nanoinfer.weights.adapters import slots
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_adapters": 2}
@@ -174,6 +177,18 @@ class TestRequests:
         (score,) = llm.score(PROMPT, [wanted], adapter="red")
         logprobs = red.logits(PROMPT + wanted).log_softmax(1)[len(PROMPT) - 1 : -1]
         assert score.logprob == pytest.approx(float(logprobs.gather(1, torch.tensor([wanted]).T).sum()), abs=1e-3)
+        (answer,) = llm.chat([{"role": "user", "content": "Who goes there?"}], params, use_tqdm=False)
+        assert answer.token_ids == expected(red, answer.prompt_token_ids)
+
+    def test_guided_rows(self, llm: LLM, base: Oracle, red: Tuned) -> None:
+        """Each model prefers what it would write by itself."""
+        load(llm, "red", red)
+        own = [llm.tokenizer.decode(expected(oracle, count=4)) for oracle in (base, red)]
+        assert own[0] != own[1]
+        params = [greedy(12, adapter=name, structured_outputs={"choice": own}) for name in (None, "red")]
+        outputs = llm.generate([PROMPT] * 3, [*params, greedy(12, adapter="red", ignore_eos=True)], use_tqdm=False)
+        assert [output.text for output in outputs[:2]] == own
+        assert outputs[2].token_ids == expected(red)
 
     def test_beams(self, llm: LLM, red: Tuned, base: Oracle) -> None:
         load(llm, "red", red)
@@ -334,6 +349,31 @@ def test_an_error_while_it_is_written_leaves_the_old_version(
     assert tokens(llm, adapter="one") == expected(blue)
 
 
+def test_a_rank_that_dies_meanwhile_leaves_no_memory_behind(
+    make_llm: Callable[..., LLM], red: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(**OPTIONS, tensor_parallel_size=2)
+    (process,) = llm.engine.ranks.workers.processes
+    segments: list[Path] = []
+    make, write = buckets.make_segment, Adapters.write
+
+    def note(num_bytes: int, least: int) -> Any:
+        memory = make(num_bytes, least)
+        segments.append(Path("/dev/shm", memory.name))
+        return memory
+
+    def die(self: Adapters, slot: int, adapter: Any) -> None:
+        process.kill()
+        process.join()
+        write(self, slot, adapter)
+
+    monkeypatch.setattr(buckets, "make_segment", note)
+    monkeypatch.setattr(Adapters, "write", die)
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        load(llm, "red", red)
+    assert [segment.exists() for segment in segments] == [False]
+
+
 class CtrlC(Interrupt):
     """Presses Ctrl-C at a line, which takes effect where the code lets it."""
 
@@ -373,15 +413,47 @@ def test_ctrl_c_at_any_line_leaves_the_old_version_or_the_new_one(
     assert found == {False, True}
 
 
+def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
+    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_lifecycle, "HOST_FILES", ("adapters.py", "block_manager.py", "prefix_tree.py"))
+
+    def unload(trace: Interrupt) -> None:
+        tokens(llm, adapter="one", count=1)
+        sys.settrace(trace)
+        try:
+            llm.unload_adapter("one")
+        finally:
+            sys.settrace(None)
+
+    load(llm, "one", blue)
+    load(llm, "two", blue)
+    whole, found = Interrupt(), set()
+    unload(whole)
+    for line in range(1, whole.count - 2):
+        load(llm, "one", blue)
+        with pytest.raises(KeyboardInterrupt):
+            unload(CtrlC(line))
+        is_gone = "one" not in llm.adapters
+        name = "three" if is_gone else "one"
+        load(llm, name, red)  # in the slot of the one that was unloaded
+        for adapter, tuned in ((name, red), ("two", blue)):
+            assert tokens(llm, adapter=adapter, count=3) == expected(tuned, count=3), f"interrupted at line {line}"
+        llm.unload_adapter(name)
+        found.add(is_gone)
+    assert found == {False, True}
+
+
 class TestUnloading:
     def test_a_hundred_times_without_growth(self, llm: LLM, red: Tuned) -> None:
         tree, sizes = llm.engine.scheduler.block_manager.tree, []
         tokens(llm, count=3)
-        for number in range(102):
-            load(llm, f"name {number}", red)
-            tokens(llm, adapter=f"name {number}", count=3)
+        for number in range(52):
+            for version in (1, 2):
+                assert load(llm, f"name {number}", red) == version
+                tokens(llm, adapter=f"name {number}", count=3)
             llm.unload_adapter(f"name {number}")
-            if number in (1, 101):
+            if number in (1, 51):
                 gc.collect()
                 sizes.append(len(gc.get_objects()))
         assert abs(sizes[1] - sizes[0]) < 100
@@ -457,8 +529,16 @@ class TestBadInput:
             llm.load_adapter("red", red.tensors)
         with pytest.raises(ValueError, match="no such folder"):
             llm.load_adapter("red", "/no/folder")
-        with pytest.raises(ValueError, match="adapter='red': named_tensors=7"):
+        with pytest.raises(ValueError, match="adapter='red': source=7"):
             llm.load_adapter("red", 7, alpha=1)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("foreign", "ours"),
+        [("lora_name", "name"), ("model_id", "source"), ("lora_path", "source"), ("lora_alpha", "alpha")],
+    )
+    def test_arguments_of_other_libraries(self, foreign: str, ours: str) -> None:
+        with pytest.raises(ValueError, match=f"^unknown argument '{foreign}': did you mean '{ours}'"):
+            LLM.load_adapter(Mock(), **{foreign: "mine"})
 
     def test_more_than_max_adapters(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)
@@ -481,6 +561,10 @@ class TestBadInput:
             with pytest.raises(ValueError, match="adapter='sql-larg': is not loaded; loaded are 'sql-large'"):
                 call(greedy(3, adapter="sql-larg"))
         assert [output.request_id for output in finish(llm)] == [running]  # nobody has dropped it
+        load(llm, "poems", red)
+        for name, named in (("poem", "'poems'"), ("mathematics", "'poems', 'sql-large'")):
+            with pytest.raises(ValueError, match=f"adapter='{name}': is not loaded; loaded are {named}$"):
+                llm.unload_adapter(name)
 
     def test_one_that_is_unloaded_between_prepare_and_add_request(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)
@@ -488,6 +572,45 @@ class TestBadInput:
         llm.unload_adapter("red")
         with pytest.raises(ValueError, match="adapter='red': is not loaded; none is"):
             llm.add_request(coming)
+
+    @pytest.mark.parametrize("replicas", [1, *whole_only([2])])
+    def test_one_that_is_unloaded_between_stream_and_its_first_output(
+        self, replicas: int, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned
+    ) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=replicas)
+        load(llm, "red", red)
+        stream = llm.stream([PROMPT], greedy(3, adapter="red"))
+        llm.unload_adapter("red")
+        load(llm, "blue", blue)  # in the same slot
+        with pytest.raises(ValueError, match="adapter='red': is not loaded; loaded are 'blue'"):
+            next(stream)
+        assert tokens(llm, adapter="blue") == expected(blue)
+
+    def test_one_that_another_thread_unloads_meanwhile(
+        self, llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load(llm, "blue", blue)
+        running = llm.add_request(PROMPT, greedy(3, adapter="blue"))
+        turn = llm._turn
+
+        def late_turn(alone: bool = False) -> Any:
+            llm.engine.adapters.unload("red")
+            return turn()
+
+        calls: list[Callable[[SamplingParams], object]] = [
+            lambda params: llm.add_request(PROMPT, params),
+            lambda params: llm.generate([PROMPT], params),
+            lambda params: llm.beam_search([PROMPT], BeamSearchParams(2, 2, adapter=params.adapter)),
+            lambda params: llm.unload_adapter(str(params.adapter)),
+        ]
+        for number, call in enumerate(calls):
+            load(llm, "red", red)
+            with monkeypatch.context() as patch:
+                patch.setattr(llm, "_turn", late_turn)
+                with pytest.raises(ValueError, match="adapter='red': is not loaded"):
+                    call(greedy(3, adapter="red"))
+            if number == 0:  # the others let nobody run beside them
+                assert [output.request_id for output in finish(llm)] == [running]
 
     def test_an_llm_without_slots(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
         llm = make_llm(**{**OPTIONS, "max_adapters": 0})
@@ -499,6 +622,16 @@ class TestBadInput:
             with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters; make it with"):
                 call()
         assert llm.adapters == {}
+
+    def test_more_slots_than_the_host_has_memory_for(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("nanoinfer.runner.adapters.adapters.free_bytes", lambda: 30 << 30)
+        message = (
+            r"max_adapters=1024, max_adapter_rank=512: their slots take \d\d\.\d\d GiB, and the host has 30.00 GiB"
+        )
+        with pytest.raises(ValueError, match=message):
+            make_llm(**{**OPTIONS, "max_adapters": 1024, "max_adapter_rank": 512}, dtype="float32")
 
     def test_a_stream_is_open(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)
@@ -651,12 +784,21 @@ def load_otherwise() -> str:
         return f"{kind}: {message}"
 
 
+def load_with_other_alphas() -> str:
+    """Let the ranks scale an adapter differently; returns the error."""
+    red = Tuned(BUNDLED_MODEL, seed=1)
+    with make_with_peers(max_adapters=1) as llm:
+        kind, message, _ = told(lambda: llm.load_adapter("red", red.tensors, alpha=4 + 4 * rank()))
+        return f"{kind}: {message}"
+
+
 @pytest.mark.whole
 def test_ranks_in_a_trainers_processes(base: Oracle, red: Tuned, blue: Tuned, tmp_path: Path) -> None:
     trainer = Trainer("cpu", tmp_path)
     assert trainer.run(show_with_peers) == shown(base, red, blue)
     differ = "rank 0 has load_adapter: 'of 0', 'recompute'; rank 1 has load_adapter: 'of 1', 'recompute'"
     assert trainer.run(load_otherwise).endswith(differ)
+    assert "not called alike: rank 0 has adapter: [1.0], LoadedAdapter(" in trainer.run(load_with_other_alphas)
     trainer.end()
 
 
@@ -669,6 +811,30 @@ class TestReplicas:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             assert output.token_ids == expected((blue, base)[i % 2], prompt, 6)
+
+    def test_what_is_wrong_with_tensors_is_named_as_by_one_engine(
+        self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=2)
+        load(llm, "red", red)
+        (name, a), *others = red.tensors.items()
+        with pytest.raises(ValueError, match=rf"adapter='red': {name} of shape \[0, 192\] .* another model's"):
+            llm.load_adapter("red", dict([(name, a[:0]), *others]), alpha=ALPHA)
+        llm.load_adapter("red", dict([(name, torch._neg_view(-a)), *others]), alpha=ALPHA)
+        assert tokens(llm, adapter="red") == expected(red)
+
+        ask = llm.engine.ask
+
+        def interrupted(method: str, *args: Any) -> None:
+            ask(method, *args)
+            if method == "read_adapter":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "ask", interrupted)
+            with pytest.raises(KeyboardInterrupt):  # when they wait for tensors
+                load(llm, "red", blue)
+        assert (tokens(llm, adapter="red"), tokens(llm)) == (expected(red), expected(base))
 
     @pytest.mark.whole
     def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:

@@ -25,7 +25,7 @@ from cases.tuned import Tuned
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
-from nanoinfer.batch.adapters import Models
+from nanoinfer.batch.adapters import Models, with_slots
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
 from nanoinfer.batch.lines import PROMPTS, LineError, complete, read_job, read_line, take_prompt
@@ -335,6 +335,14 @@ class TestAdapters:
     def test_without_adapters_a_model_may_have_any_name(self) -> None:
         line = read_line(json.dumps(openai("c", "/v1/completions", prompt="x", model="gpt")).encode(), 1)
         assert read_job(line, {}, 0, Models("base")).params.adapter is None
+
+    def test_there_is_room_for_all_of_them_if_options_say_nothing_else(self) -> None:
+        folders = {"mine": "a", "other": "b"}
+        assert with_slots({}, {}) == {}
+        assert with_slots({}, folders) == {"max_adapters": 2}
+        assert with_slots({"max_adapters": 3}, folders) == {"max_adapters": 3}
+        assert with_slots({"enable_lora": True}, folders) == {"enable_lora": True, "max_loras": 2}
+        assert with_slots({"enable_lora": True, "max_loras": 3}, folders) == {"enable_lora": True, "max_loras": 3}
 
     @pytest.mark.parametrize("wrong", ["mine", 3, {"": "folder"}, {"mine": ""}, {"mine": 3}, {3: "folder"}], ids=str)
     def test_what_is_no_mapping_to_folders(self, wrong: Any, tmp_path: Path, null: None) -> None:
@@ -831,6 +839,22 @@ class TestCommandLine:
     def test_a_stop_string_is_text(self, text: str, passed: dict[str, Any]) -> None:
         main(["in", "out", "--model", "m", "--stop", text])
         assert passed["stop"] == text
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (["sql"], "--load-adapter sql: must be NAME=FOLDER"),
+            (["=folder"], "--load-adapter =folder: must be NAME=FOLDER"),
+            (["sql=a", "sql=b"], "--load-adapter sql=b: must have another name, as sql=a has this one"),
+        ],
+    )
+    def test_an_adapter_has_a_folder_and_a_name_of_its_own(
+        self, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options = [text for pair in given for text in ("--load-adapter", pair)]
+        with pytest.raises(SystemExit, match="2"):
+            main(["in", "out", "--model", "m", *options])
+        assert message in capsys.readouterr().err
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):

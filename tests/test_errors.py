@@ -363,6 +363,10 @@ class TestNames:
             ({"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
             ({"temperature": 1}, r"write SamplingParams\(temperature=...\)"),
             ({"use_cache": True}, "leave it out: it is always so"),
+            (
+                {"lora_modules": {"a": "b"}},
+                r"llm.load_adapter\(name, folder\); SamplingParams\(adapter=name\) names it",
+            ),
             ({"description": None}, "known: model, max_num_batched_tokens, .*use_tqdm$"),
         ],
         ids=repr,

@@ -12,8 +12,8 @@ from test_group_experts import INT4, MXFP4, dequantized
 from test_kernels import DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.experts.in_order import Grouping
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
@@ -31,27 +31,27 @@ def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return gate_up / HIDDEN**0.5, down / SIZE**0.5
 
 
-def adapters_of(parts: tuple[int, ...], in_features: int, dtype: torch.dtype) -> Adapter:
+def pairs_of(parts: tuple[int, ...], in_features: int, dtype: torch.dtype) -> Pairs:
     matrices = COUNT * MAX_ADAPTERS
     a, b = randn(matrices, len(parts) * RANK, in_features, dtype=dtype), randn(matrices, sum(parts), RANK, dtype=dtype)
-    return Adapter(a / in_features**0.5, b / RANK**0.5, parts)
+    return Pairs(a / in_features**0.5, b / RANK**0.5, parts)
 
 
 def make(slots: list[int], dtype: torch.dtype) -> tuple[Tensor, Routes, ExpertAdapters]:
     """Return tokens, the experts that they choose, and adapters, which the tokens name."""
     rows = AdapterRows.of(torch.tensor(slots, dtype=torch.int32, device=DEVICE), MAX_ADAPTERS)
-    adapters = ExpertAdapters(adapters_of((SIZE, SIZE), HIDDEN, dtype), adapters_of((HIDDEN,), SIZE, dtype), rows)
+    adapters = ExpertAdapters(pairs_of((SIZE, SIZE), HIDDEN, dtype), pairs_of((HIDDEN,), SIZE, dtype), rows)
     tokens = len(slots)
     experts = torch.rand(tokens, COUNT, device=DEVICE).argsort()[:, :USED].int().contiguous()
     return randn(tokens, HIDDEN, dtype=dtype), Routes(experts, torch.rand(tokens, USED, device=DEVICE)), adapters
 
 
-def merged(weight: Tensor, adapter: Adapter, slot: int) -> Tensor:
+def merged(weight: Tensor, pairs: Pairs, slot: int) -> Tensor:
     """Add b a of a slot to each expert's matrix, in float32."""
     if slot < 0:
         return weight.float()
-    a, b = (every[slot::MAX_ADAPTERS].float() for every in (adapter.a, adapter.b))
-    inputs, outputs = a.split(adapter.rank, dim=1), b.split(adapter.parts, dim=1)
+    a, b = (every[slot::MAX_ADAPTERS].float() for every in (pairs.a, pairs.b))
+    inputs, outputs = a.split(pairs.rank, dim=1), b.split(pairs.parts, dim=1)
     return weight.float() + torch.cat([up @ down for up, down in zip(outputs, inputs, strict=True)], dim=1)
 
 
@@ -110,13 +110,13 @@ def test_ranks_that_share_the_outputs() -> None:
     gates, ups = gate_up.split(SIZE, dim=1)
     half = HIDDEN // 2
     of_rank = replace(
-        adapters, down=Adapter(adapters.down.a.repeat(1, 1, 2), adapters.down.b[:, :half].contiguous(), (half,))
+        adapters, down=Pairs(adapters.down.a.repeat(1, 1, 2), adapters.down.b[:, :half].contiguous(), (half,))
     )
     share = gate_up, down.repeat(1, 1, 2)[:, :half].contiguous()
     both = replace(
         adapters,
-        gate_up=Adapter(adapters.gate_up.a, twice(adapters.gate_up.b, (SIZE, SIZE)), (2 * SIZE, 2 * SIZE)),
-        down=Adapter(of_rank.down.a, twice(of_rank.down.b, (half,)), (HIDDEN,)),
+        gate_up=Pairs(adapters.gate_up.a, twice(adapters.gate_up.b, (SIZE, SIZE)), (2 * SIZE, 2 * SIZE)),
+        down=Pairs(of_rank.down.a, twice(of_rank.down.b, (half,)), (HIDDEN,)),
     )
     wanted = expected(x, routes, torch.cat([gates, gates, ups, ups], dim=1), twice(share[1], (half,)), both)
     out = expert_mlps_triton(x, routes, *share, "silu", gather=lambda own: own.repeat(1, 2), adapters=of_rank)

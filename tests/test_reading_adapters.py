@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from nanoinfer.weights.adapters.bases import slot_rank
 from nanoinfer.weights.adapters.config import read_config
-from nanoinfer.weights.adapters.reading import check_is_loaded
 from nanoinfer.weights.adapters.slots import Slots, clear, write
 from nanoinfer.weights.adapters.source import open_adapter
 
@@ -50,6 +49,22 @@ def product(rank: Rank, *source: Any, **how: Any) -> list[Tensor]:
     return rank.added(0)
 
 
+def test_an_iterator_may_give_one_memory_again_and_again(ours: Rank) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{LAYER}self_attn.{name}.lora_{half}.weight": torch.randn(shape, generator=generator)
+        for name in ("q_proj", "o_proj")
+        for half, shape in (("A", (4, 48 if name == "q_proj" else 64)), ("B", (64 if name == "q_proj" else 48, 4)))
+    }
+    memory = torch.empty(64 * 4)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, memory[: tensor.numel()].view_as(tensor).copy_(tensor)
+
+    assert all_close(product(ours, gathered(), alpha=4), product(ours, tensors, alpha=4))
+
+
 def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(first, second, strict=True))
 
@@ -68,7 +83,13 @@ def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
         {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*layers\.(1|2)\..*"},
         {"target_modules": ["q_proj"], "layers_to_transform": 2},
         {"target_modules": ["k_proj"], "layers_to_transform": [0, 3], "layers_pattern": "layers"},
-        {"target_modules": ["gate_proj"], "target_parameters": ["q_proj.weight"]},
+        {
+            "target_modules": ["gate_proj"],
+            "target_parameters": ["q_proj.weight", "up_proj.weight"],
+            "exclude_modules": ["layers.2.mlp.gate_proj", "q_proj"],
+            "rank_pattern": {"q_proj": 7, r".*up_proj\.weight": 3},
+            "alpha_pattern": {"up_proj": 1, "gate_proj": 2, "layers.0.self_attn.q_proj.weight": 9},
+        },
     ],
     ids=lambda settings: ", ".join(settings),
 )
@@ -178,12 +199,14 @@ class TestSlots:
         assert all_close(ours.added(0), expected)
         assert ours.is_empty(1)
 
-    def test_b_is_scaled_in_float32_and_rounded_once(self, ours: Rank) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, ours: Rank) -> None:
+        """Whatever numbers the adapter has, the slots are of 16 bits."""
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]
-        b = torch.randn(64, 4)
+        b = torch.randn(64, 4).to(dtype)
         write(ours.reader.read(open_adapter("tuned", {A: TENSORS[A], B: b}, alpha=1.3)), 0, slots)
         (written,) = (one.b[0, :64, :4] for one in slots if one.b[0].any())
-        assert torch.equal(written, (b * (1.3 / 4)).bfloat16())
+        assert torch.equal(written, (b.float() * (1.3 / 4)).bfloat16())
 
     @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
     def test_a_base_of_another_format_has_the_same(self, quantization: str, folder: Path, ours: Rank) -> None:
@@ -204,7 +227,10 @@ class TestBadInput:
             ({A: torch.ones(21, 48), B: torch.ones(64, 21)}, f"{Q} has rank 21, but max_adapter_rank=20: .* least 21"),
             ({**TENSORS, B: torch.full((64, 4), torch.nan)}, f"{Q} has numbers that are NaN or infinite"),
             ({**TENSORS, A: TENSORS[A].int()}, f"{A} has numbers of torch.int32: must be floats"),
-            ({**TENSORS, f"base_model.model.{A}": TENSORS[A]}, "are the same half of an adapter"),
+            (
+                {**TENSORS, f"base_model.model.{A}": TENSORS[A]},
+                f"base_model.model.{A} and {A} are both the lora_A of {Q}",
+            ),
             (
                 {**TENSORS, **{name.replace("model.layers", "layers"): one for name, one in TENSORS.items()}},
                 f"are a second adapter of {Q}",
@@ -232,7 +258,10 @@ class TestBadInput:
                 {**TENSORS, "lm_head.weight": torch.ones(160, 48)},
                 "lm_head.weight is neither lora_A nor lora_B, .* merge",
             ),
-            ([(A, "number")], "named_tensors has .*must be pairs"),
+            ([(A, "number")], "source has .*must be pairs"),
+            ({**TENSORS, A: torch.ones(4, 48).double() * 1e300}, f"{Q} has numbers of up to 1e.300: must be at most"),
+            ({**TENSORS, B: torch.ones(64, 4) * 1e38}, f"{Q} has numbers of up to 1e.38 times 4, its alpha by its"),
+            ({**TENSORS, A: TENSORS[A].to("meta")}, f"source: {A} has no numbers to copy: .* on meta"),
         ],
     )
     def test_tensors(self, tensors: Any, message: str, ours: Rank) -> None:
@@ -260,12 +289,23 @@ class TestBadInput:
             ({"rank_pattern": ["q_proj"]}, r"rank_pattern=\['q_proj'\]: must be a mapping"),
             ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(': must be a name or a regular expression"),
             ({"layers_to_transform": ["first"]}, "layers_to_transform='first': must be an integer"),
+            ({"rank_pattern": {"(?i)q_proj": 4}}, r"rank_pattern has '\(\?i\)q_proj': must be .* global flags"),
+            ({"rank_pattern": {3: 4}}, "rank_pattern has 3: must be a name or a regular expression"),
+            ({"target_modules": "q{99999999999}"}, r"target_modules='q\{9+\}': must be .* expression: the rep"),
+            ({"layers_pattern": "["}, r"layers_pattern has '\[': must be a name or a regular expression"),
             ("lora", "config='lora': must be a mapping as in adapter_config.json, or LoraConfig"),
+            (peft.LoraConfig, r"config=<class .*>: must be a mapping .* or LoraConfig\(\.\.\.\): its to_dict fails"),
         ],
     )
     def test_settings(self, settings: Any, message: str, ours: Rank) -> None:
         with pytest.raises(ValueError, match=rf"adapter='tuned': {message}"):
             ours.reader.read(open_adapter("tuned", TENSORS, config=settings))
+
+    def test_numbers_that_its_dtype_does_not_hold(self, model: PreTrainedModel, folder: Path) -> None:
+        source = open_adapter("tuned", {**TENSORS, B: torch.full((64, 4), 40000.0)}, alpha=8)
+        assert Rank(folder).reader.read(source).keys() == {Q}
+        with pytest.raises(ValueError, match=f"{Q} has numbers of up to 4e.04 times 2, .* 6.55e.04, for torch.float16"):
+            Rank(folder, slots=torch.float16).reader.read(source)
 
     def test_tensors_without_settings(self, ours: Rank) -> None:
         with pytest.raises(ValueError, match="adapter='tuned': tensors need either config"):
@@ -286,6 +326,7 @@ class TestBadInput:
             (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it has adapter_config.json"),
             (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: cannot be read"),
             (lambda folder: (folder / "adapter_config.json").write_text("[]"), r"config=\[\]: must be a mapping"),
+            (lambda folder: (folder / "adapter_config.json").write_text("[" * 99999), "config.json: cannot be read"),
             (lambda folder: (folder / "adapter_model.safetensors").write_text("{"), "safetensors: cannot be read"),
         ],
     )
@@ -296,18 +337,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="config and alpha must be None"):
             ours.reader.read(open_adapter("tuned", tmp_path, alpha=2))
         damage(tmp_path)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^adapter='tuned': .*{message}"):
             ours.reader.read(open_adapter("tuned", tmp_path))
 
-    def test_a_folder_that_is_not_there(self, ours: Rank) -> None:
-        with pytest.raises(ValueError, match="adapter='/no/folder': no such folder"):
-            ours.reader.read(open_adapter("tuned", "/no/folder"))
-
-    def test_names_that_are_not_loaded(self) -> None:
-        check_is_loaded("sql", ["sql"])
-        with pytest.raises(ValueError, match="adapter='sqk': is not loaded; loaded are 'sql'"):
-            check_is_loaded("sqk", ["poems", "sql"])
-        with pytest.raises(ValueError, match="is not loaded; loaded are 'poems', 'sql'"):
-            check_is_loaded("mathematics", ["sql", "poems"])
-        with pytest.raises(ValueError, match=r"is not loaded; none is; llm\.load_adapter"):
-            check_is_loaded("sql", [])
+    def test_what_is_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "adapter_model.safetensors").touch()
+        for source, message in (
+            ("/no/folder", "no such folder, nor is it a Hugging Face Hub id such as 'owner/adapter'"),
+            (tmp_path / "adapter_model.safetensors", "is a file; give the folder that holds the adapter's files"),
+        ):
+            with pytest.raises(ValueError, match=f"^adapter='tuned': source='{source}': {message}$"):
+                open_adapter("tuned", source)

@@ -26,9 +26,11 @@ def check_folders(adapters: Folders | None) -> dict[str, str]:
     raise ValueError(f"adapters={short(adapters)}: must be a mapping from names to folders, or to Hub ids")
 
 
-def slots_for(folders: Mapping[str, str]) -> dict[str, Any]:
-    """Return the option by which an LLM has room for all adapters."""
-    return {"max_adapters": len(folders)} if folders else {}
+def with_slots(options: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of an LLM with room for all adapters, or for as many as the options say."""
+    if not folders:
+        return dict(options)
+    return {"max_loras" if options.get("enable_lora") else "max_adapters": len(folders), **options}
 
 
 def load_all(llm: LLM, folders: Mapping[str, str]) -> None:

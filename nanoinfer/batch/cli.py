@@ -29,8 +29,6 @@ Exit status: 0: all lines have results; 1: some have errors, or the job broke of
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = vars(make_parser().parse_args(argv))
-    if "adapters" in arguments:
-        arguments["adapters"] = dict(arguments["adapters"])
     try:
         summary = run(**arguments)
     except ValueError as error:
@@ -62,9 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="FILE", help="write a page of HTML there: speed, lengths, results, errors")
     parser.add_argument("--stats", action="store_true", help="print in the end what the LLM has done: see llm.stats")
     text = "an adapter, which lines name as their adapter or model; give one or several"
-    parser.add_argument(
-        "--load-adapter", metavar="NAME=FOLDER", dest="adapters", action="append", type=_pair, help=text
-    )
+    parser.add_argument("--load-adapter", metavar="NAME=FOLDER", dest="adapters", action=_AddAdapter, help=text)
     options = parser.add_argument_group("options of LLM")
     for field, text in _documented(Config):
         if field.name not in NOT_HERE:
@@ -104,10 +100,19 @@ def _reader(annotation: str) -> Callable[[str], Any]:
     return str if annotation in ("str", "str | None") else read
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """Return the name and the folder of an adapter."""
-    name, _, folder = text.partition("=")
-    return name, folder
+class _AddAdapter(argparse.Action):
+    """Adds an adapter to the folders of all, by their names."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        name, _, folder = values.partition("=")
+        folders = vars(namespace).setdefault(self.dest, {})
+        if not (name and folder):
+            parser.error(f"{option} {values}: must be NAME=FOLDER, as in sql=adapters/sql")
+        if folders.get(name, folder) != folder:
+            parser.error(f"{option} {values}: must have another name, as {name}={folders[name]} has this one")
+        folders[name] = folder
 
 
 def _say(status: int, message: str) -> int:

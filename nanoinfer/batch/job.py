@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, slots_for
+from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
 from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.ledger import Ledger, manifest_of
@@ -111,7 +111,7 @@ def run(
     with _open_input(source, target) as lines, _open_output(source, target, said) as (writer, done):
         total = _survey(source, defaults, seed, models, max_errors) if is_regular(source) else None
         page = None if report is None else _open_report(os.fspath(report), source, target)
-        with LLM(model, **{**slots_for(folders), **options}) as llm, Interrupts() as interrupts:
+        with LLM(model, **with_slots(options, folders)) as llm, Interrupts() as interrupts:
             load_all(llm, folders)
             progress = Progress(total)
             loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)

@@ -43,9 +43,9 @@ def _random_tensors(llm: LLM) -> Iterator[tuple[str, Tensor]]:
     for module, (outputs, inputs) in adapters.reader.modules.shapes.items():
         if module == HEAD:
             continue
-        for half, shape in (("A", (config.max_adapter_rank, inputs)), ("B", (outputs, config.max_adapter_rank))):
+        for which, shape in (("A", (config.max_adapter_rank, inputs)), ("B", (outputs, config.max_adapter_rank))):
             numbers = torch.randn(shape, generator=generator, device=config.device, dtype=config.torch_dtype)
-            yield f"{module}.lora_{half}.weight", numbers * 0.02  # as small as a trained one's
+            yield f"{module}.lora_{which}.weight", numbers * 0.02  # as small as a trained one's
 
 
 def _synchronize(llm: LLM) -> None:

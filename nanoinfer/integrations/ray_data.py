@@ -18,7 +18,7 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, slots_for
+from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
 from nanoinfer.batch.lines import IMAGE, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
@@ -134,7 +134,7 @@ class Generator:
         self._shared, folders = _shared(sampling_params), check_folders(adapters)
         _check_options(options)
         self._models = Models(model, tuple(folders))
-        llm = LLM(model, **{**slots_for(folders), **options})
+        llm = LLM(model, **with_slots(options, folders))
         load_all(llm, folders)
         self._engine = _Engine(llm)
         self._seed = self._engine.llm.config.seed

@@ -6,9 +6,9 @@ import threading
 
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, shrink
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
@@ -33,11 +33,11 @@ class StepRows(threading.local):
 class AdaptedMatrix(LinearMap):
     """A matrix with adapters. Where no row names one, the product is the matrix's own."""
 
-    def __init__(self, inner: Matrix, adapter: Adapter, step: StepRows) -> None:
-        """adapter: those of the matrix"""
+    def __init__(self, inner: Matrix, pairs: Pairs, step: StepRows) -> None:
+        """pairs: those beside the matrix"""
         super().__init__()
         self.inner = inner
-        self._adapter, self._step = adapter, step
+        self._pairs, self._step = pairs, step
 
     @property
     def takes_lanes(self) -> bool:
@@ -61,7 +61,7 @@ class AdaptedMatrix(LinearMap):
         if rows is None:
             return inner.product(x, activation, may_split, with_bias, before)
         bias = inner.bias if with_bias else None
-        return adapted_linear(x, inner.operand(), self._adapter, rows, bias, activation, may_split, before)
+        return adapted_linear(x, inner.operand(), self._pairs, rows, bias, activation, may_split, before)
 
     def norm_product(
         self,
@@ -77,13 +77,13 @@ class AdaptedMatrix(LinearMap):
         if rows is None:
             return inner.norm_product(x, residual, pre, post, activation, lane)
         assert lane is None
-        return adapted_norm_linear(x, residual, pre, inner.operand(), self._adapter, rows, inner.bias, activation, post)
+        return adapted_norm_linear(x, residual, pre, inner.operand(), self._pairs, rows, inner.bias, activation, post)
 
 
 class AdaptedExperts(ExpertMap):
     """Experts with adapters. Where no row names one, the products are the experts' own."""
 
-    def __init__(self, inner: Experts, gate_up: Adapter, down: Adapter, step: StepRows) -> None:
+    def __init__(self, inner: Experts, gate_up: Pairs, down: Pairs, step: StepRows) -> None:
         """gate_up, down: as ExpertAdapters has them"""
         super().__init__()
         self.inner = inner
@@ -103,12 +103,12 @@ class AdaptedExperts(ExpertMap):
 class AdaptedHead(Head):
     """An output projection with adapters, of the dtype of its logits."""
 
-    def __init__(self, inner: Head, adapter: Adapter, step: StepRows) -> None:
-        """adapter: those of the projection"""
+    def __init__(self, inner: Head, pairs: Pairs, step: StepRows) -> None:
+        """pairs: those beside the projection"""
         super().__init__()
         self.inner = inner
         self.first_id, self.num_ids = inner.first_id, inner.num_ids
-        self._adapter, self._step = adapter, step
+        self._pairs, self._step = pairs, step
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
@@ -123,4 +123,4 @@ class AdaptedHead(Head):
         logits = self.inner.logits(hidden, out)  # first: a launch must come between AdapterRows and shrink
         if (rows := self._step.wanted) is None:
             return logits
-        return expand(shrink(hidden.to(logits.dtype), self._adapter, rows), self._adapter, rows, logits)
+        return expand(shrink(hidden.to(logits.dtype), self._pairs, rows), self._pairs, rows, logits)

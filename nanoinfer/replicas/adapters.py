@@ -46,8 +46,9 @@ class ReplicaAdapters(AnyAdapters):
     def _read(self, source: AdapterSource) -> LoadedAdapter:
         """Let all replicas check an adapter; returns what one of them says of it."""
         with shared_memory(sum(tensor.nbytes for _, tensor in source.tensors)) as segment:
-            self._replicas.ask("read_adapter", source.name, source.config, segment)
-            answers: list[LoadedAdapter] = self._replicas.deliver(source.tensors, segment)
+            answers: list[LoadedAdapter] = self._replicas.deliver(
+                source.tensors, segment, "read_adapter", source.name, source.config
+            )
         if not answers:
             raise RuntimeError(f"adapter={source.name!r}: all replicas died meanwhile, and start again: load it again")
         return answers[0]
@@ -59,9 +60,10 @@ class ReplicaAdapters(AnyAdapters):
 
     def unload(self, name: str) -> None:
         """Let all replicas forget an adapter."""
-        del self.loaded[name]
-        self._kept.pop(name, None)
-        self._replicas.tell_all("unload_adapter", name)
+        with delayed_interrupt():
+            del self.loaded[name]
+            self._kept.pop(name, None)
+            self._replicas.tell_all("unload_adapter", name)
 
     def drop(self) -> None:
         """Forget all adapters, which the replicas have lost."""

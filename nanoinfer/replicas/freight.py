@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import explained, make_segment
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 
 SEGMENT_BYTES = 64 << 20
@@ -45,13 +46,16 @@ def shared_memory(num_bytes: int | None) -> Iterator[SharedSegment]:
     num_bytes: of all tensors that will be loaded; None: nobody knows. To reserve a page takes time.
     """
     size = SEGMENT_BYTES if num_bytes is None else min(max(num_bytes, LEAST_BYTES), SEGMENT_BYTES)
-    with explained():
-        memory = make_segment(size, LEAST_BYTES)
+    memory = None
     try:
+        with delayed_interrupt(), explained():
+            memory = make_segment(size, LEAST_BYTES)
         yield SharedSegment(memory.name, memory.size)
     finally:
-        memory.unlink()
-        memory.close()
+        with delayed_interrupt():
+            if memory is not None:
+                memory.unlink()
+                memory.close()
 
 
 def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[tuple[list[Crate], bool]]:
@@ -67,8 +71,8 @@ def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Itera
         for name, tensor in tensors:
             with fresh_torch_state():
                 data, shape = _bytes_of(tensor), Shape(name, tuple(tensor.shape), tensor.dtype)
-            first = 0
-            while first < len(data):
+            first, is_whole = 0, False
+            while not is_whole:  # a tensor without numbers comes, too
                 if used == len(memory):
                     yield crates, False
                     crates, used = [], 0
@@ -77,6 +81,7 @@ def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Itera
                     memory[used : used + count].copy_(data[first : first + count])
                 crates.append(Crate(shape, first, used, count))
                 first, used = first + count, used + count
+                is_whole = first == len(data)
             del data, tensor  # so that they can go before the next one comes
         yield crates, True
 
@@ -111,5 +116,5 @@ def unload(loads: Iterable[list[Crate]], segment: SharedSegment) -> Iterator[tup
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, [bytes] uint8; those of a contiguous one are a view of it."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Return a tensor's bytes, [bytes] uint8; those of a contiguous one are mostly a view of it."""
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

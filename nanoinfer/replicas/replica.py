@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
@@ -147,7 +148,7 @@ class Replica:
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0
         self._call = 0  # the newest call's number
-        self._refused = ""  # why the newest update of the weights has failed
+        self._refused = ""  # why what took a trainer's tensors last has failed
         self._adapter: Adapter = {}  # the newest one that `read_adapter` has checked
         self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
         self._unbegun: deque[Sequence] = deque()
@@ -292,21 +293,19 @@ class Replica:
         if anew:
             updater.drop()
         source = TensorSource(unload(self._loads(), segment), is_partial, may_be_empty=True)
-        try:
+        with self._refusing():
             updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
-        except Exception as error:
-            self._refused = str(error)
-            raise
         return updater.version, updater.lacks
 
-    def read_adapter(self, name: str, config: AdapterConfig, segment: SharedSegment) -> LoadedAdapter:
+    def read_adapter(self, segment: SharedSegment, name: str, config: AdapterConfig) -> LoadedAdapter:
         """Check an adapter whose tensors arrive, for `write_adapter`; returns what there is to know of it.
 
         Raises ValueError as Adapters.read does.
         The answer to the last call of `unload` is the answer to this one.
         """
-        source = AdapterSource(name, config, list(unload(self._loads(), segment)))
-        self._adapter = self.engine.adapters.read(source)
+        with self._refusing():
+            source = AdapterSource(name, config, list(unload(self._loads(), segment)))
+            self._adapter = self.engine.adapters.read(source)
         return self.engine.adapters.describe(name, self._adapter)
 
     def write_adapter(self, name: str, in_flight: Fate) -> None:
@@ -323,6 +322,15 @@ class Replica:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter, of which no tasks are left."""
         self.engine.adapters.unload(name)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Remember an error of the block, which `unload` tells if more tensors come."""
+        try:
+            yield
+        except Exception as error:
+            self._refused = str(error)
+            raise
 
     def _loads(self) -> Iterator[list[Crate]]:
         """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
@@ -342,9 +350,9 @@ class Replica:
                 return
 
     def unload(self, crates: list[Crate] | None, is_last: bool) -> None:
-        """Raise RuntimeError: the update of the weights has failed here already; None: it breaks off everywhere."""
+        """Raise RuntimeError: what took the tensors has failed here already; None: it breaks off everywhere."""
         if crates is not None:
-            raise RuntimeError(f"a replica could not take the weights: {self._refused}")
+            raise RuntimeError(f"a replica could not take the tensors: {self._refused}")
 
     def has_mixed_weights(self, version: int) -> bool:
         """Whether an update to this version, which failed, has written anything."""

@@ -164,13 +164,16 @@ class Replicas:
         self._asked = set(self.ready)
         self.tell_all("call", self._num_calls, method, args)
 
-    def deliver(self, tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> list[Any]:
-        """Bring tensors to all replicas, which have been asked to take them; returns their answers.
+    def deliver(
+        self, tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment, method: str, *args: Any
+    ) -> list[Any]:
+        """Let all replicas call one of their methods that takes tensors, and bring it these; returns what it returns.
 
         Raises the first error of a replica, or that of the tensors' source, and then breaks off everywhere.
         """
         answers: list[Any] = []
         try:
+            self.ask(method, segment, *args)
             for crates, is_last in load(tensors, segment):
                 answers = self.call("unload", crates, is_last)
                 self.check_open()  # the source runs code that is not ours

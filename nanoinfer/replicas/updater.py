@@ -46,8 +46,9 @@ class ReplicaUpdater:
             num_bytes = sum(tensor.nbytes for _, tensor in held)
             tensors = iter(held)
         with self._new_version() as version, shared_memory(num_bytes) as segment:
-            replicas.ask("update_weights", segment, source.is_partial, in_flight, version, anew)
-            states: list[tuple[int, str]] = replicas.deliver(tensors, segment)
+            states: list[tuple[int, str]] = replicas.deliver(
+                tensors, segment, "update_weights", source.is_partial, in_flight, version, anew
+            )
             begin()
             self.version, self.lacks = min(states)
         return self.version

@@ -76,8 +76,10 @@ class LoadsAdapters(ABC):
         """
         self.engine.check_open()
         with self.engine.alike():
-            self.engine.adapters.check_is_loaded(_check_name(name))
+            name = _check_name(name)
         with self._turn():
+            with self.engine.alike():
+                self.engine.adapters.check_is_loaded(name)
             if running := self._requests.of_adapter(name):
                 raise RuntimeError(
                     f"adapter={name!r}: {len(running)} of its requests have not ended: call step until they have, or"

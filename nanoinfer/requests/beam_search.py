@@ -125,8 +125,11 @@ class SearchesBeams(LoadsAdapters):
             adapters = self._loras.load(self, lora_request)
             prepared = self._inputs.check(prompts, _sampling_params(params), adapters).take()
             self._check_adapters(prompt.params for prompt in prepared)
-            searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
-        self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
+        with self._turn(alone=True):
+            self._check_adapters(prompt.params for prompt in prepared)  # another thread may have unloaded one
+            with self.engine.alike():
+                searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
+            self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
         return [
             self._beam_output(prompt, search.hypotheses, params)
             for prompt, search in zip(prepared, searches, strict=True)
@@ -187,7 +190,7 @@ class SearchesBeams(LoadsAdapters):
         num_likeliest = rules.num_likeliest(len(self._stop_ids(rules.params)))
         num_likeliest = min(num_likeliest, self.config.description.vocab_size)
         engine = cast(LLMEngine, self.engine)
-        with self._turn(alone=True), no_full_collection(), self._requests:
+        with no_full_collection(), self._requests:
             engine.ranks.note(
                 "beam_search", rules.params, most_searches, [search.seqs[0].token_ids for search in searches]
             )

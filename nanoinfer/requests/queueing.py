@@ -44,9 +44,10 @@ class QueuesRequests(LoadsAdapters):
         self.engine.check_ready()
         with self.engine.alike():
             prepared = self._inputs.check_one(prompt, sampling_params)
-        self._check_adapters([prepared.params])
-        with self._turn(), self._requests:
-            return self._requests.add(prepared).id
+        with self._turn():
+            self._check_adapters([prepared.params])
+            with self._requests:
+                return self._requests.add(prepared).id
 
     def step(self) -> list[RequestOutput]:
         """Run one step of all queued requests; returns the outputs of the requests that ended with it.

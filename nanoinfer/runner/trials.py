@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.config import Config
-from nanoinfer.kernels.adapters.adapter import FEW_ROWS
+from nanoinfer.kernels.adapters.pairs import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage

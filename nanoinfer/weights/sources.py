@@ -214,9 +214,8 @@ class TensorSource:
 
     holds_tensors: they all are there at once, as in a list; an iterator may give one memory again and again
     is_partial: tensors may be missing
+    what: the argument that the user gave them as, which begins the messages of errors
     """
-
-    what = "named_tensors"  # begins the messages of errors
 
     def __init__(
         self,
@@ -224,18 +223,20 @@ class TensorSource:
         partial: bool = False,
         names: Names = NOTHING,
         may_be_empty: bool = False,
+        argument: str = "named_tensors",
     ) -> None:
         """partial: tensors may be missing, and with may_be_empty all of them
 
-        names: as for FileSource
+        names, argument: as for FileSource
         """
+        self.what = argument
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
         try:
             self._pairs = iter(named_tensors)
         except TypeError:
-            raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
+            raise ValueError(f"{argument}={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
         self._names = names
         self._may_be_empty = may_be_empty
@@ -248,7 +249,7 @@ class TensorSource:
         are_there = False
         for pair in self._pairs:
             are_there = True
-            name, tensor = _name_and_tensor(pair)
+            name, tensor = _name_and_tensor(pair, self.what)
             known = self._names.known_name(name)
             if known is not None:
                 yield known, tensor
@@ -321,18 +322,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:
+def _name_and_tensor(pair: Any, what: str) -> tuple[str, Tensor]:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-        raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
+        raise ValueError(f"{what} has {short(pair)}: {NEEDED}")
     name, tensor = pair
     if not (isinstance(name, str) and isinstance(tensor, Tensor)):
-        raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
+        raise ValueError(f"{what} has {short(pair)}: {NEEDED}")
     if _is_distributed(tensor):
-        raise ValueError(f"named_tensors: {name} is a DTensor, split over processes: pass its full_tensor()")
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise ValueError(
-            f"named_tensors: {name} has no numbers to copy: its layout is {tensor.layout}, on {tensor.device}"
-        )
+        raise ValueError(f"{what}: {name} is a DTensor, split over processes: pass its full_tensor()")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{what}: {name} has no numbers to copy: its layout is {layout}, on {tensor.device}")
     return name, tensor.detach() if tensor.requires_grad else tensor
 
 

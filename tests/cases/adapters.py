@@ -28,8 +28,16 @@ MAX_RANK = 20  # of adapters; a slot's is 32
 class Rank:
     """A rank's share of a model in float32, with slots for two adapters."""
 
-    def __init__(self, folder: Path, rank: int = 0, size: int = 1, keeps_order: bool = False, **options: Any) -> None:
-        """keeps_order: as for TensorParallel; options: of the LLM"""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        size: int = 1,
+        keeps_order: bool = False,
+        slots: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        """keeps_order: as for TensorParallel; slots: their dtype, as adapters are checked; options: of the LLM"""
         config = Config(str(folder), dtype="float32", device="cpu", **options)
         tp, description = TensorParallel(), config.description
         tp.rank, tp.size, tp.keeps_order = rank, size, keeps_order
@@ -38,7 +46,7 @@ class Rank:
         self.bases = Bases(self.model, Section(HEAD, self.model.num_ids, shape, self.model.first_id))
         self.beside = description.beside
         self.slots = [Slots.make(base, 2, slot_rank(MAX_RANK)) for base in self.bases]
-        self.reader = AdapterReader(Modules(self.model, self.bases), MAX_RANK)
+        self.reader = AdapterReader(Modules(self.model, self.bases), MAX_RANK, dtype=slots)
 
     def weights(self, folder: Path) -> list[Tensor]:
         """What the rank holds of a checkpoint's matrices, in the order of the slots."""

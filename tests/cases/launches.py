@@ -10,9 +10,9 @@ from itertools import product
 import torch
 from torch import Tensor, empty
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, expand_triton, pieces_for, shrink
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
@@ -240,26 +240,26 @@ def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:
     route(empty(64, count, dtype=dtype), Routing(used=used))
 
 
-def adapters_of(name: str, rank: int, dtype: torch.dtype) -> Adapter:
-    """Eight of a matrix of Qwen3-8B."""
+def pairs_of(name: str, rank: int, dtype: torch.dtype) -> Pairs:
+    """Eight slots' beside a matrix of Qwen3-8B."""
     rows, inputs = QWEN3_8B[name]
     a = empty(8, len(PARTS[name]) * rank, inputs, dtype=dtype)
-    return Adapter(a, empty(8, rows, rank, dtype=dtype), PARTS[name])
+    return Pairs(a, empty(8, rows, rank, dtype=dtype), PARTS[name])
 
 
 def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
-    adapter, by_slot = adapters_of(name, rank, dtype), AdapterRows.of(numbers(tokens), 8)
+    pairs, by_slot = pairs_of(name, rank, dtype), AdapterRows.of(numbers(tokens), 8)
     x = empty(tokens, inputs, dtype=dtype)
-    expand_triton(shrink(x, adapter, by_slot), adapter, by_slot)
-    h = shrink(x, adapter, by_slot, pieces_for(x, adapter, by_slot))
-    expand(h, adapter, by_slot, empty(tokens, rows, dtype=dtype), "silu" if name == "gates and ups" else None)
+    expand_triton(shrink(x, pairs, by_slot), pairs, by_slot)
+    h = shrink(x, pairs, by_slot, pieces_for(x, pairs, by_slot))
+    expand(h, pairs, by_slot, empty(tokens, rows, dtype=dtype), "silu" if name == "gates and ups" else None)
 
 
 def adapt_row(weigh: Callable[..., OneRowWeight], name: str, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
     of_row, activation = (
-        RowAdapter(adapters_of(name, rank, dtype), numbers(1)),
+        RowAdapter(pairs_of(name, rank, dtype), numbers(1)),
         "silu" if name == "gates and ups" else None,
     )
     x, norm = empty(1, inputs, dtype=dtype), norm_of(inputs, dtype)
@@ -270,12 +270,12 @@ def adapt_experts(weigh: Callable[..., ExpertWeights], tokens: int, dtype: torch
     """Eight adapters of Qwen3-30B-A3B's experts."""
     (count, used, hidden_size, size), rank, slots = QWEN3_30B, 16, 8
 
-    def adapter(parts: tuple[int, ...], inputs: int) -> Adapter:
+    def pairs(parts: tuple[int, ...], inputs: int) -> Pairs:
         a = empty(count * slots, len(parts) * rank, inputs, dtype=dtype)
-        return Adapter(a, empty(count * slots, sum(parts), rank, dtype=dtype), parts)
+        return Pairs(a, empty(count * slots, sum(parts), rank, dtype=dtype), parts)
 
     rows = AdapterRows.of(numbers(tokens), slots)
-    adapters = ExpertAdapters(adapter((size, size), hidden_size), adapter((hidden_size,), size), rows)
+    adapters = ExpertAdapters(pairs((size, size), hidden_size), pairs((hidden_size,), size), rows)
     weights = weigh(dtype, count, 2 * size, hidden_size), weigh(dtype, count, hidden_size, size)
     routes = Routes(numbers(tokens, used), empty(tokens, used))
     expert_mlps(empty(tokens, hidden_size, dtype=dtype), routes, *weights, "silu", adapters=adapters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.adapters.low_rank import Adapter
-from nanoinfer.weights.adapters.reading import check_is_loaded
 from nanoinfer.weights.adapters.source import AdapterSource
 
 
@@ -69,7 +69,10 @@ class AnyAdapters(ABC):
     def check_is_loaded(self, name: str) -> None:
         """Raise ValueError, with the names most like it, unless an adapter is loaded, and as check_slots does."""
         self.check_slots()
-        check_is_loaded(name, self.loaded)
+        if name not in self.loaded:
+            like = difflib.get_close_matches(name, self.loaded) or sorted(self.loaded)
+            names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter loads one"
+            raise ValueError(f"adapter={name!r}: is not loaded; {names}")
 
     def _check_room(self, name: str) -> None:
         """Raise ValueError if there is no room for an adapter, and as check_slots does."""
@@ -97,7 +100,7 @@ class Adapters(AnyAdapters):
         """most: slots"""
         super().__init__(most)
         self._ranks, self._scheduler, self._carrier = ranks, scheduler, AdapterCarrier(ranks)
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # by name; those of names that are not loaded are free
 
     def slot_of(self, name: str | None) -> int:
         """Return the slot of an adapter that is loaded; NONE: that of no adapter."""
@@ -118,10 +121,8 @@ class Adapters(AnyAdapters):
 
     def write(self, name: str, adapter: Adapter, begin: Callable[[], None]) -> int:
         """Write an adapter that `read` has checked; returns its version. An error leaves what was there."""
-        loaded = self.describe(name, adapter)
-        free = set(range(self._most)).difference(self._slots.values())
-        slot = self._slots.get(name, min(free, default=NONE))
-        self._ranks.compare("adapter", loaded)
+        loaded, slot = self.describe(name, adapter), self._slot_for(name)
+        self._ranks.compare("adapter", sorted({update.scale for update in adapter.values()}), loaded)
         with delayed_interrupt():
             begin()
             self._scheduler.reset_prefix_cache(slot)
@@ -129,10 +130,16 @@ class Adapters(AnyAdapters):
             self._slots[name], self.loaded[name] = slot, loaded
         return loaded.version
 
+    def _slot_for(self, name: str) -> int:
+        """Return the slot of an adapter that is about to be loaded: its own, or the first one that is free."""
+        if name in self.loaded:
+            return self._slots[name]
+        return min(set(range(self._most)) - {self._slots[other] for other in self.loaded})
+
     def unload(self, name: str) -> None:
         """Give an adapter's slot back. Nothing that was computed with it is found any more."""
         self._ranks.note("unload_adapter", name)
-        del self.loaded[name]
+        del self.loaded[name]  # if an interrupt comes behind this, the next load into the slot does the rest
         self._scheduler.reset_prefix_cache(self._slots.pop(name))
 
     def drop(self) -> None:

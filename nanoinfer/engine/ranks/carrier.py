@@ -41,6 +41,8 @@ class AdapterCarrier:
             adapters.write(slot, adapter)
             scales = {module: update.scale for module, update in adapter.items()}
         finally:
-            if not self._ranks.is_closed:
-                self._ranks.call("holdings.adapters.end_receiving", slot, scales)
-            buckets.close()
+            try:
+                if not self._ranks.is_closed:
+                    self._ranks.call("holdings.adapters.end_receiving", slot, scales)
+            finally:
+                buckets.close()

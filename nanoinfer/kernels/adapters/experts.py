@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, SortedRows
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows
 from nanoinfer.kernels.adapters.products import expand_triton, shrink_triton
 from nanoinfer.kernels.sorting import group_triton
 
@@ -21,20 +21,20 @@ from nanoinfer.kernels.sorting import group_triton
 class ExpertAdapters:
     """The adapters of a layer's experts, and which of them each token names.
 
-    gate_up, down: those of the two products; a of [experts * slots, parts * rank, in_features] and b likewise have one
-        expert's slots after the other's
+    gate_up, down: the pairs of the two products; a of [experts * slots, parts * rank, in_features] and b likewise have
+        one expert's slots after the other's
     rows: the tokens
     """
 
-    gate_up: Adapter
-    down: Adapter
+    gate_up: Pairs
+    down: Pairs
     rows: AdapterRows
 
-    def of_expert(self, adapter: Adapter, number: int, tokens: Tensor) -> tuple[Adapter, AdapterRows]:
-        """Return those of one expert, and the rows of the tokens that choose it. adapter: gate_up or down"""
+    def of_expert(self, pairs: Pairs, number: int, tokens: Tensor) -> tuple[Pairs, AdapterRows]:
+        """Return those of one expert, and the rows of the tokens that choose it. pairs: gate_up or down"""
         slots = self.rows.max_adapters
         own = slice(number * slots, (number + 1) * slots)
-        return Adapter(adapter.a[own], adapter.b[own], adapter.parts), AdapterRows.of(self.rows.slots[tokens], slots)
+        return Pairs(pairs.a[own], pairs.b[own], pairs.parts), AdapterRows.of(self.rows.slots[tokens], slots)
 
     def sort(self, experts: Tensor) -> ChoiceAdapters:
         """Sort the tokens' choices, [tokens, used] int32, in four launches; at least one comes before the products."""

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import FEW_ROWS, Adapter, AdapterRows
+from nanoinfer.kernels.adapters.pairs import FEW_ROWS, AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand_triton, shrink_triton
 from nanoinfer.kernels.launch import launch_in_between
 
@@ -24,7 +24,7 @@ SLOTS = 2
 def check_order(in_features: int, parts: tuple[int, ...], rank: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError if the kernels give a row other bits among other numbers of rows.
 
-    in_features, parts, rank, dtype: of an Adapter
+    in_features, parts, rank, dtype: of Pairs
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -37,14 +37,14 @@ def check_order(in_features: int, parts: tuple[int, ...], rank: int, dtype: torc
     x[:, half : 2 * half] = x[:, :half]
     a[..., half : 2 * half] = -a[..., :half]
     a[..., 2 * half :] = 0
-    adapter = Adapter(a, numbers(SLOTS, sum(parts), rank), parts)
+    pairs = Pairs(a, numbers(SLOTS, sum(parts), rank), parts)
     slots = torch.arange(ROWS, dtype=torch.int32, device=device) % SLOTS
 
     def added(at_once: int) -> Tensor:
         sorted_rows = [AdapterRows.of(some, SLOTS) for some in slots.split(at_once)]
         launch_in_between(device)
         each = zip(x.split(at_once), sorted_rows, strict=True)
-        return torch.cat([expand_triton(shrink_triton(some, adapter, rows), adapter, rows) for some, rows in each])
+        return torch.cat([expand_triton(shrink_triton(some, pairs, rows), pairs, rows) for some, rows in each])
 
     expected = added(ROWS)
     if not all(torch.equal(added(at_once), expected) for at_once in AT_ONCE):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, expand_reference, pieces_for, shrink
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
@@ -28,7 +28,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 def adapted_linear(
     x: Tensor,
     weight: AnyWeight,
-    adapter: Adapter,
+    pairs: Pairs,
     rows: AdapterRows,
     bias: Tensor | None = None,
     activation: Activation | None = None,
@@ -37,25 +37,25 @@ def adapted_linear(
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear, with each row's adapter added before the activation.
 
-    adapter: those of the weight, [out_features, in_features]; x's rows are `rows`
+    pairs: those beside the weight, [out_features, in_features]; x's rows are `rows`
     """
     if before is not None:
         x = gate_mul(x, before)
     if (row_weight := _for_one_row(x, weight)) is not None:
-        return one_row_linear(x, row_weight, bias, activation, RowAdapter(adapter, rows.slots))
+        return one_row_linear(x, row_weight, bias, activation, RowAdapter(pairs, rows.slots))
     if isinstance(weight, WeightInParts):
         zeros = x.new_zeros(len(x), sum(weight.sizes), dtype=torch.float32)
-        added = expand_reference(shrink(x, adapter, rows), adapter, rows, zeros, cut=weight.sizes)
+        added = expand_reference(shrink(x, pairs, rows), pairs, rows, zeros, cut=weight.sizes)
         return weight.product(x, bias, activation, added=added)
     may_split = may_split and activation is None
     if isinstance(weight, Tensor) and _is_for_cublas(x, weight, may_split):
-        h = shrink(x, adapter, rows)
+        h = shrink(x, pairs, rows)
         y = linear(x, weight, bias)
     else:
-        room = pieces_for(x, adapter, rows)
+        room = pieces_for(x, pairs, rows)
         y = linear(x, weight, bias, may_split=may_split)
-        h = shrink(x, adapter, rows, room)
-    out = expand(h, adapter, rows, y if y.dim() == 2 else y[0], activation)
+        h = shrink(x, pairs, rows, room)
+    out = expand(h, pairs, rows, y if y.dim() == 2 else y[0], activation)
     return y if activation is None else out
 
 
@@ -69,7 +69,7 @@ def adapted_norm_linear(
     residual: Tensor | None,
     norm: Norm | None,
     weight: AnyWeight,
-    adapter: Adapter,
+    pairs: Pairs,
     rows: AdapterRows,
     bias: Tensor | None = None,
     activation: Activation | None = None,
@@ -77,13 +77,13 @@ def adapted_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Compute kernels.linear.dispatch.norm_linear without a lane, with each row's adapter added before the activation.
 
-    adapter, rows: as for adapted_linear
+    pairs, rows: as for adapted_linear
     """
     if (row_weight := _for_one_row(x, weight)) is not None:
-        of_row = RowAdapter(adapter, rows.slots)
+        of_row = RowAdapter(pairs, rows.slots)
         return one_row_norm_linear(x, residual, norm, row_weight, bias, activation, post, of_row=of_row)
     normed, total = add_and_norm(x, residual, norm, post)
-    return adapted_linear(normed, weight, adapter, rows, bias, activation), total
+    return adapted_linear(normed, weight, pairs, rows, bias, activation), total
 
 
 def _for_one_row(x: Tensor, weight: object) -> OneRowWeight | None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, part_of
+from nanoinfer.kernels.adapters.pairs import Pairs, part_of
 from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
@@ -22,7 +22,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 class RowAdapter(NamedTuple):
     """The adapter of a single row. slot: [1] int32, -1 for none; complete three launches before the product's"""
 
-    adapter: Adapter
+    pairs: Pairs
     slot: Tensor
 
 
@@ -33,7 +33,7 @@ def shrink_row(
 
     x, residual, norm, post: as for kernels.linear.dispatch.norm_linear, which explains total; x: [1, in_features]
     """
-    a = of_row.adapter.a
+    a = of_row.pairs.a
     assert a.is_contiguous()
     columns, in_features = a.shape[1:]
     h = torch.empty(columns, dtype=torch.float32, device=x.device)

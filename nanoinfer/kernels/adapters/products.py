@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, SortedRows, part_of
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, part_of
 from nanoinfer.kernels.launch import (
     early_launch,
     fetch,
@@ -40,7 +40,7 @@ BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
 
 
-def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
+def shrink(x: Tensor, pairs: Pairs, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
     """Compute h = a[slot] @ x of each row that has an adapter; other rows of the result are any.
 
     x: [rows, in_features]
@@ -48,21 +48,21 @@ def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = No
         runs. None: x may be what the last launch makes
     Returns pieces, [pieces, rows, parts * rank] float32, that add up to h.
     """
-    return shrink_triton(x, adapter, rows, h) if x.is_cuda else shrink_reference(x, adapter, rows)
+    return shrink_triton(x, pairs, rows, h) if x.is_cuda else shrink_reference(x, pairs, rows)
 
 
-def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+def shrink_reference(x: Tensor, pairs: Pairs, rows: AdapterRows) -> Tensor:
     """shrink in torch, of one piece: the host goes over the slots."""
-    h = torch.zeros(1, len(x), adapter.a.shape[1], device=x.device)
+    h = torch.zeros(1, len(x), pairs.a.shape[1], device=x.device)
     for slot in _slots_of(rows):
         own = rows.slots == slot
-        h[0, own] = (x[own] @ adapter.a[slot].t()).float()
+        h[0, own] = (x[own] @ pairs.a[slot].t()).float()
     return h
 
 
-def pieces_for(x: Tensor, adapter: Adapter, rows: SortedRows) -> Tensor:
+def pieces_for(x: Tensor, pairs: Pairs, rows: SortedRows) -> Tensor:
     """Return room for shrink's result."""
-    count, columns = len(rows.groups.choices), adapter.a.shape[1]
+    count, columns = len(rows.groups.choices), pairs.a.shape[1]
     tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(count, rows.size)
     pieces = _shares(x)[1] if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
     return torch.empty((pieces, count, columns), dtype=torch.float32, device=x.device)
@@ -74,17 +74,17 @@ def _shares(x: Tensor) -> tuple[int, int]:
     return share, triton.cdiv(x.shape[1], share)
 
 
-def shrink_triton(x: Tensor, adapter: Adapter, rows: SortedRows, h: Tensor | None = None, used: int = 1) -> Tensor:
+def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = None, used: int = 1) -> Tensor:
     """shrink as one launch. used: so many neighbouring rows share one of x; 0: x has the order of the groups"""
-    in_features, columns = x.shape[1], adapter.a.shape[1]
+    in_features, columns = x.shape[1], pairs.a.shape[1]
     assert x.is_contiguous()
-    assert adapter.a.is_contiguous()
-    is_beside, h = h is not None, pieces_for(x, adapter, rows) if h is None else h
+    assert pairs.a.is_contiguous()
+    is_beside, h = h is not None, pieces_for(x, pairs, rows) if h is None else h
     block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
     share, shares = _shares(x)
     _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), len(h))](
         x,
-        adapter.a,
+        pairs.a,
         *rows.groups,
         h,
         h.shape[1],
@@ -176,7 +176,7 @@ def _shrink_kernel(
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)  # its results are the successor's input, too
 
 
-def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
+def expand(h: Tensor, pairs: Pairs, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
     """Add b[slot] @ h to each row of y that has an adapter, in place; with an activation, return its results instead.
 
     h: shrink's result; it is rounded to the dtype of b, then multiplied
@@ -184,12 +184,12 @@ def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation
     activation: y and b have gates in their first half and ups in their second: returns act(gate) * up of all rows,
         [rows, out_features // 2], and y is any afterwards
     """
-    return (expand_triton if y.is_cuda else expand_reference)(h, adapter, rows, y, activation)
+    return (expand_triton if y.is_cuda else expand_reference)(h, pairs, rows, y, activation)
 
 
 def expand_reference(
     h: Tensor,
-    adapter: Adapter,
+    pairs: Pairs,
     rows: AdapterRows,
     y: Tensor,
     activation: Activation | None = None,
@@ -199,12 +199,12 @@ def expand_reference(
 
     cut: so many neighbouring outputs, of one part, are multiplied at once; None: all of a part
     """
-    inputs, sizes = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1), cut or adapter.parts
-    ends = list(accumulate(adapter.parts))
+    inputs, sizes = h.sum(dim=0).to(pairs.b.dtype).split(pairs.rank, dim=1), cut or pairs.parts
+    ends = list(accumulate(pairs.parts))
     own_inputs = [inputs[bisect(ends, first)] for first in accumulate(sizes[:-1], initial=0)]
     for slot in _slots_of(rows):
         own = rows.slots == slot
-        matrices = adapter.b[slot].split(list(sizes))
+        matrices = pairs.b[slot].split(list(sizes))
         delta = torch.cat([part[own] @ b.t() for part, b in zip(own_inputs, matrices, strict=True)], dim=1)
         y[own] = (y[own].float() + delta.float()).to(y.dtype)
     return y if activation is None else gate_mul_reference(y, activation)
@@ -215,20 +215,20 @@ def _slots_of(rows: AdapterRows) -> list[int]:
 
 
 def expand_triton(
-    h: Tensor, adapter: Adapter, rows: SortedRows, y: Tensor | None = None, activation: Activation | None = None
+    h: Tensor, pairs: Pairs, rows: SortedRows, y: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """expand as one launch. y: None: zeros, which are neither made nor read"""
-    (_, weight_rows, rank), tokens = adapter.b.shape, h.shape[1]
+    (_, weight_rows, rank), tokens = pairs.b.shape, h.shape[1]
     assert y is None or y.is_contiguous()
-    assert adapter.b.is_contiguous()
-    assert sum(adapter.parts) == weight_rows
+    assert pairs.b.is_contiguous()
+    assert sum(pairs.parts) == weight_rows
     gated = activation is not None
     out_features = weight_rows // 2 if gated else weight_rows
-    out = (adapter.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
-    block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
+    out = (pairs.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
+    block_n, most = (BLOCK_N, BLOCK_R) if pairs.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
     _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
         h,
-        adapter.b,
+        pairs.b,
         *rows.groups,
         y,
         out,
@@ -237,7 +237,7 @@ def expand_triton(
         h.stride(0),
         rows.max_adapters,
         PIECES=len(h),
-        PARTS=adapter.parts,
+        PARTS=pairs.parts,
         ACTIVATION=activation,
         RANK=rank,
         BLOCK_R=math.gcd(rank, most),

@@ -138,8 +138,7 @@ def _group_tiles_kernel(
         if first < end:
             position = first + tl.arange(0, BLOCK_M)
             exists = position < end
-            choice = tl.load(choices_ptr + position, mask=exists, other=0)
-            source = choice // USED if GATED else position
+            source = tl.load(choices_ptr + position, mask=exists, other=0) // USED if GATED else position
             place = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
             has_row = place < weight_rows
             n = gated_row(place, weight_rows) if GATED else place
@@ -171,6 +170,7 @@ def _group_tiles_kernel(
             if bias_ptr is not None:
                 acc += bias[:, None]
             if added_ptr is not None:
+                choice = tl.load(choices_ptr + position, mask=exists, other=0)  # late, as registers are short before
                 acc = add_added(acc, added_ptr, choice, exists, n, has_row, weight_rows, False)
             if GATED:
                 both = tl.reshape(tl.trans(acc.to(out_ptr.dtype.element_ty)), [BLOCK_M, BLOCK_N // 2, 2])
@@ -179,6 +179,7 @@ def _group_tiles_kernel(
                 target, outputs = position, weight_rows // 2
                 column = item % blocks * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             else:
+                choice = tl.load(choices_ptr + position, mask=exists, other=0)
                 acc *= tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)[None, :]
                 out = tl.trans(acc.to(out_ptr.dtype.element_ty))
                 target, outputs, column = choice % USED * tokens + choice // USED, weight_rows, place

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from nanoinfer.config import Config
-from nanoinfer.kernels.adapters import adapter as kernels
 from nanoinfer.kernels.adapters.in_order import check_order
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix, StepRows
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
 from nanoinfer.parallel.buckets import Bucket
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.receiver import Receiver
 from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
@@ -43,12 +45,13 @@ class Adapters:
         self._step = StepRows()
         shape = config.description.vocab_size, config.description.hidden_size
         bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
+        _check_host_memory(bases, config, device)
         modules = Modules(model, bases)
         with default_dtype(config.torch_dtype):
             self._wrap(model, bases)
         with default_dtype(config.torch_head_dtype):
             model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
-        self.reader = AdapterReader(modules, config.max_adapter_rank)
+        self.reader = AdapterReader(modules, config.max_adapter_rank, config.torch_dtype)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
 
@@ -61,15 +64,15 @@ class Adapters:
                     gate_up, down = map(self._beside_experts, bases.of_experts[child])
                     setattr(parent, name, AdaptedExperts(child, gate_up, down, self._step))
 
-    def _beside(self, base: Base) -> kernels.Adapter:
+    def _beside(self, base: Base) -> Pairs:
         slots = Slots.make(base, self._count, self._rank)
         self._slots.append(slots)
-        return kernels.Adapter(slots.a, slots.b, base.part_rows)
+        return Pairs(slots.a, slots.b, base.part_rows)
 
-    def _beside_experts(self, bases: list[Base]) -> kernels.Adapter:
+    def _beside_experts(self, bases: list[Base]) -> Pairs:
         slots, a, b = Slots.make_alike(bases, self._count, self._rank)
         self._slots += slots
-        return kernels.Adapter(a, b, bases[0].part_rows)
+        return Pairs(a, b, bases[0].part_rows)
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +116,7 @@ class Adapters:
     @contextmanager
     def beside_layers(self, slots: Tensor) -> Iterator[None]:
         """Return a context in which this thread runs the layers. slots: [tokens] int32, of the step's tokens"""
-        self._step.tokens = kernels.AdapterRows.of(slots, self._count)
+        self._step.tokens = AdapterRows.of(slots, self._count)
         try:
             yield
         finally:
@@ -122,8 +125,21 @@ class Adapters:
     @contextmanager
     def beside_head(self, slots: Tensor) -> Iterator[None]:
         """Return a context in which this thread computes logits. slots: [rows] int32, of the logits' rows"""
-        self._step.wanted = kernels.AdapterRows.of(self._in_head[slots], self._count)
+        self._step.wanted = AdapterRows.of(self._in_head[slots], self._count)
         try:
             yield
         finally:
             self._step.wanted = None
+
+
+def _check_host_memory(bases: Iterable[Base], config: Config, device: torch.device) -> None:
+    """Raise ValueError if the host has no room for the slots of a CPU's rank: Linux ends who takes more."""
+    if device.type != "cpu":
+        return
+    shapes = [shape for base in bases for shape in base.shapes(slot_rank(config.max_adapter_rank))]
+    needed = config.max_adapters * sum(map(math.prod, shapes)) * config.torch_dtype.itemsize
+    if needed > (free := free_bytes()):
+        raise ValueError(
+            f"max_adapters={config.max_adapters}, max_adapter_rank={config.max_adapter_rank}: their slots take"
+            f" {needed / 2**30:,.2f} GiB, and the host has {free / 2**30:,.2f} GiB free; lower one of them"
+        )

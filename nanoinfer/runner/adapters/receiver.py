@@ -11,7 +11,7 @@ from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
 
 def parcel(adapter: Adapter) -> dict[str, Tensor]:
     """Return an adapter's tensors by names, as `Receiver` takes them."""
-    return {f"{module}.{half}": getattr(update, half) for module, update in adapter.items() for half in "ab"}
+    return {f"{module}.{which}": getattr(update, which) for module, update in adapter.items() for which in "ab"}
 
 
 class Receiver:

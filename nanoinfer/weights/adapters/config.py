@@ -62,16 +62,25 @@ class AdapterConfig:
         alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
+    def target_of(self, module: str) -> str | None:
+        """Return what has the adapter's matrices for a module: its weight or itself, as patterns name it; None: none.
+
+        exclude_modules does not hold for weights that are named as parameters.
+        """
+        if self.targets_parameter(weight := f"{module}.weight"):
+            return weight
+        return module if self.targets(module) else None
+
     def targets(self, module: str) -> bool:
         """Whether the adapter has matrices for a module, as PEFT decides it (check_target_module_exists)."""
         if _matches(self.exclude_modules, module):
             return False
-        if self.targets_parameter(f"{module}.weight"):
-            return True
         if self.target_modules is None:
             return not self.target_parameters
-        if self.target_modules == ALL or not _matches(self.target_modules, module):
-            return self.target_modules == ALL
+        if self.target_modules == ALL:
+            return True
+        if not _matches(self.target_modules, module):
+            return False
         return isinstance(self.target_modules, str) or module in self.target_modules or self._is_in_layers(module)
 
     def targets_parameter(self, parameter: str) -> bool:
@@ -81,7 +90,7 @@ class AdapterConfig:
     def _is_in_layers(self, module: str) -> bool:
         if not self.layers:
             return True
-        patterns = [rf"(?:.*?\.)?{name}\.(\d+)\." for name in self.layers_pattern] or [FIRST_LAYER_NUMBER]
+        patterns = list(map(_before_number, self.layers_pattern)) or [FIRST_LAYER_NUMBER]
         found = next((match for pattern in patterns if (match := re.match(pattern, module))), None)
         return found is not None and int(found[1]) in self.layers
 
@@ -91,12 +100,7 @@ def read_config(settings: Any, what: str) -> AdapterConfig:
 
     settings: a mapping, as in adapter_config.json, or peft.LoraConfig; what: begins the messages of errors
     """
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    if not isinstance(settings, Mapping):
-        raise ValueError(
-            f"{what}: config={short(settings)}: must be a mapping as in adapter_config.json, or LoraConfig"
-        )
+    settings = _as_mapping(settings, what)
     _check_supported(settings, what)
 
     def named(name: str) -> str:
@@ -106,7 +110,6 @@ def read_config(settings: Any, what: str) -> AdapterConfig:
         return _read_mapping(named(name), settings.get(name))
 
     layers = settings.get("layers_to_transform")
-    pattern = settings.get("layers_pattern") or []
     return AdapterConfig(
         alpha=check_alpha(named("lora_alpha"), settings.get("lora_alpha", 8)),
         rank=check_int(named("r"), settings.get("r", 8), 1),
@@ -116,9 +119,21 @@ def read_config(settings: Any, what: str) -> AdapterConfig:
         target_modules=_read_names(named("target_modules"), settings.get("target_modules")),
         exclude_modules=_read_names(named("exclude_modules"), settings.get("exclude_modules")),
         layers=None if layers is None else _read_layers(named("layers_to_transform"), layers),
-        layers_pattern=[pattern] if isinstance(pattern, str) else _list(named("layers_pattern"), pattern),
+        layers_pattern=_read_layers_pattern(named("layers_pattern"), settings.get("layers_pattern") or []),
         target_parameters=_list(named("target_parameters"), settings.get("target_parameters") or []),
     )
+
+
+def _as_mapping(settings: Any, what: str) -> Mapping[str, Any]:
+    needed = f"{what}: config={short(settings)}: must be a mapping as in adapter_config.json, or LoraConfig(...)"
+    if hasattr(settings, "to_dict"):
+        try:
+            settings = settings.to_dict()
+        except Exception as error:  # of code that is not ours, or of a class
+            raise ValueError(f"{needed}: its to_dict fails: {error}") from error
+    if not isinstance(settings, Mapping):
+        raise ValueError(needed)
+    return settings
 
 
 def check_alpha(name: str, value: Any) -> float:
@@ -151,10 +166,7 @@ def _read_names(name: str, value: Any) -> str | list[str] | None:
     """Read a pattern of whole names, or a list of ends of names."""
     if not isinstance(value, str):
         return None if value is None else _list(name, value)
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"{name}={value!r}: must be a list of names or a regular expression: {error}") from error
+    _check_pattern(f"{name}={value!r}: must be a list of names or a regular expression", value)
     return ALL if value.lower() == ALL else value
 
 
@@ -174,16 +186,41 @@ def _read_mapping(name: str, value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name}={short(value)}: must be a mapping of names, or regular expressions, to numbers")
     for key in value or {}:
-        try:
-            re.compile(key)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"{name} has {short(key)}: must be a name or a regular expression: {error}") from error
+        needed = f"{name} has {short(key)}: must be a name or a regular expression"
+        if not isinstance(key, str):
+            raise ValueError(needed)
+        _check_pattern(needed, _at_end(key))
     return dict(value or {})
 
 
+def _read_layers_pattern(name: str, value: Any) -> list[str]:
+    patterns = [value] if isinstance(value, str) else _list(name, value)
+    for one in patterns:
+        _check_pattern(f"{name} has {one!r}: must be a name or a regular expression", _before_number(one))
+    return patterns
+
+
+def _check_pattern(needed: str, pattern: str) -> None:
+    """Raise ValueError, with what is needed, for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{needed}: {error}") from error
+
+
+def _at_end(pattern: str) -> str:
+    """Return the pattern of names that end as this one says, behind a dot if it is not all of the name."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def _before_number(pattern: str) -> str:
+    """Return the pattern of names in which a list of layers, as this one says, stands before a layer's number."""
+    return rf"(?:.*?\.)?{pattern}\.(\d+)\."
+
+
 def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that fits the end of a name, behind a dot if not all of it."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+    """Return the value of the first pattern that fits the end of a name."""
+    return next((value for key, value in patterns.items() if re.match(_at_end(key), name)), otherwise)
 
 
 def _matches(names: str | Iterable[str] | None, name: str) -> bool:

@@ -21,17 +21,17 @@ def read_folder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises ValueError if there is no such folder, or a file is missing or cannot be read.
     """
-    folder = Path(find_folder("adapter", source, None, [CONFIG_FILE, TENSOR_FILE]))
+    folder = Path(find_folder("source", source, None, [CONFIG_FILE, TENSOR_FILE], kind="adapter"))
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (folder / name).is_file():
             others = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
             raise ValueError(
-                f"adapter={str(source)!r}: must have {CONFIG_FILE} and {TENSOR_FILE}, as PEFT's save_pretrained writes"
+                f"source={str(source)!r}: must have {CONFIG_FILE} and {TENSOR_FILE}, as PEFT's save_pretrained writes"
                 f" them: it has {others}"
             )
     try:
         settings = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG_FILE}: cannot be read: {error}") from error
     try:
         with fresh_torch_state():

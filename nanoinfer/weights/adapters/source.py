@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.adapters.config import AdapterConfig, check_alpha, read_config
 from nanoinfer.weights.adapters.files import CONFIG_FILE, read_folder
 from nanoinfer.weights.sources import TensorSource
@@ -40,13 +41,27 @@ def open_adapter(
     if not isinstance(source, (str, Path)):
         own = _config_of_tensors(what, config, alpha)
         try:
-            return AdapterSource(name, own, list(TensorSource(source).pairs()))
+            return AdapterSource(name, own, _gather(TensorSource(source, argument="source")))
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
     if config is not None or alpha is not None:
         raise ValueError(f"{what}: config and alpha must be None, as {str(source)!r} has its {CONFIG_FILE}")
-    settings, tensors = read_folder(source)
+    try:
+        settings, tensors = read_folder(source)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     return AdapterSource(name, read_config(settings, what), list(tensors.items()))
+
+
+def _gather(source: TensorSource) -> list[tuple[str, Tensor]]:
+    """Return all of a trainer's tensors; those of an iterator are copied, as the next may lie in the same memory."""
+    if source.holds_tensors:
+        return list(source.pairs())
+    gathered = []
+    for name, tensor in source.pairs():
+        with fresh_torch_state():
+            gathered.append((name, tensor.clone()))
+    return gathered
 
 
 def _config_of_tensors(what: str, config: Any, alpha: float | None) -> AdapterConfig:

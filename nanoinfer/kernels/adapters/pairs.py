@@ -1,4 +1,4 @@
-"""Adapter: the pairs of matrices beside one weight, and which of the weight's outputs are of which pair."""
+"""Pairs: the matrices of adapters beside one weight, and which adapter each row of a step names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FEW_ROWS = 512  # up to here narrow tiles, which keep more multiprocessors busy 
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The adapters of one weight. A weight of several parts, such as queries, keys and values, has a pair for each.
+class Pairs:
+    """The pairs of matrices beside one weight. A slot has one for each part, such as queries, keys and values.
 
     The adapter of a slot adds b[slot, o] @ (a[slot] @ x)[part * rank : (part + 1) * rank] to output o, which is of
     `part`. Scales are multiplied into b; an adapter of a lower rank has zeros behind its own.
@@ -71,7 +71,7 @@ class AdapterRows(SortedRows):
 
 @triton.jit
 def part_of(n, PARTS: tl.constexpr):
-    """Return the part of each output n; PARTS: Adapter.parts."""
+    """Return the part of each output n; PARTS: Pairs.parts."""
     part, end = n * 0, 0
     for i in tl.static_range(len(PARTS) - 1):
         end += PARTS[i]

@@ -1,4 +1,4 @@
-"""Halves: the two tensors that PEFT stores for each module, found by their names."""
+"""Pairs: the two tensors that PEFT stores for each module, found by their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.weights.roll import listed
 from nanoinfer.weights.shards import FLOATS
 
 # A trainer's own tensors have the adapter's name before the last dot, which files leave out.
-TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.[^.]+)?\.weight")
 WRAPPED = ".base_layer"  # follows a module whose adapter wraps the adapter of another stack of the module
 OF_BASE = ".base_layer.weight"  # ends the names of the base's own tensors, such as a head's, which PEFT saves beside
 OTHERS = {  # what else PEFT may store, by a part of its name
@@ -27,7 +27,7 @@ OTHERS = {  # what else PEFT may store, by a part of its name
 
 
 @dataclass
-class Halves:
+class Pair:
     """The two tensors of a module, or of a stack of experts, and their names: by "A" and "B".
 
     module: its name in the adapter
@@ -51,9 +51,9 @@ class Halves:
         return f"{self.names['A']} of shape {list(self.a.shape)} and its lora_B of {list(self.b.shape)}"
 
 
-def pair(tensors: Iterable[tuple[str, Tensor]]) -> list[Halves]:
+def find_pairs(tensors: Iterable[tuple[str, Tensor]]) -> list[Pair]:
     """Return the tensors of each module. Raises ValueError for tensors that are not LoRA's, and for single ones."""
-    found: dict[str, Halves] = {}
+    found: dict[str, Pair] = {}
     for name, tensor in tensors:
         if name.endswith(OF_BASE):
             continue
@@ -63,12 +63,12 @@ def pair(tensors: Iterable[tuple[str, Tensor]]) -> list[Halves]:
             raise ValueError(f"{name} is {kind}, and nanoinfer adds the matrices of LoRA alone; {MERGE}")
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} has numbers of {tensor.dtype}: must be floats of 16 bits or more")
-        module, half = match["module"], match["half"]
-        halves = found.setdefault(module, Halves(module.replace(WRAPPED, "")))
-        if half in halves.names:
-            raise ValueError(f"{name} and {halves.names[half]} are the same half of an adapter")
-        halves.names[half], halves.tensors[half] = name, tensor
-    alone = {name for halves in found.values() if len(halves.names) == 1 for name in halves.names.values()}
+        module, which = match["module"], match["which"]
+        pair = found.setdefault(module, Pair(module.replace(WRAPPED, "")))
+        if which in pair.names:
+            raise ValueError(f"{name} and {pair.names[which]} are both the lora_{which} of {pair.module}")
+        pair.names[which], pair.tensors[which] = name, tensor
+    alone = {name for pair in found.values() if len(pair.names) == 1 for name in pair.names.values()}
     if alone:
         raise ValueError(f"must have both lora_A and lora_B of a module; only one is there: {listed(alone)}")
     return list(found.values())
