@@ -30,6 +30,7 @@ from test_torch_state import CONTEXTS
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets
+from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.runner.adapters.adapters import Adapters
 from nanoinfer.weights.adapters import slots
 
@@ -835,6 +836,17 @@ class TestReplicas:
             with pytest.raises(KeyboardInterrupt):  # when they wait for tensors
                 load(llm, "red", blue)
         assert (tokens(llm, adapter="red"), tokens(llm)) == (expected(red), expected(base))
+
+    def test_ctrl_c_keeps_none_of_those_that_have_waited_from_joining(self) -> None:
+        replicas = Replicas.__new__(Replicas)
+        replicas._processes = {index: Mock(is_ready=False) for index in range(2)}
+        replicas._news, replicas.adapters = [], Mock(tell=lambda index: signal.raise_signal(signal.SIGINT))
+        context = replicas.without_newcomers()
+        context.__enter__()
+        replicas._newcomers = [0, 1]
+        with pytest.raises(KeyboardInterrupt):
+            context.__exit__(None, None, None)
+        assert replicas.ready == [0, 1]
 
     @pytest.mark.whole
     def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:

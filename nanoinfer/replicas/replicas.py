@@ -223,9 +223,10 @@ class Replicas:
         try:
             yield
         finally:
-            newcomers, self._newcomers = self._newcomers, None
-            for index in newcomers:
-                self._join(index)
+            with delayed_interrupt():
+                newcomers, self._newcomers = self._newcomers, None
+                for index in newcomers:
+                    self._join(index)
 
     def _note_steps(self, index: int, report: Report) -> None:
         for result in results_of(index, report):
