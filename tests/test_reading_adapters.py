@@ -214,6 +214,14 @@ class TestSlots:
         assert list(rank.bases) == list(ours.bases)
 
 
+def test_routers_are_refused_by_name(tmp_path: Path) -> None:
+    """PEFT's "all-linear" adapts them, whatever exclude_modules says."""
+    wrapped = adapt(build(CASES["qwen3moe"], tmp_path / "base"), target_modules="all-linear", exclude_modules=".*gate")
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate weighs experts.*list of projections.* merge it"):
+        Rank(tmp_path / "base").reader.read(open_adapter("tuned", tmp_path))
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("tensors", "message"),

@@ -16,6 +16,7 @@ from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import LANGUAGE_MODEL, OTHER_MODELS
 
 WEIGHT = ".weight"
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # end the names of what weighs experts, or come just before the end
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Modules:
             return f"{name} is not of the language model, which alone has adapters: name it in exclude_modules"
         if bare.endswith("embed_tokens"):
             return f"{name} is an embedding, which has no adapters: {MERGE}"
+        if self.stacks and not ROUTERS.isdisjoint(bare.split(".")[-2:]):
+            return (
+                f"{name} weighs experts, and has no adapters: train with a list of projections as target_modules, as"
+                f" PEFT's 'all-linear' may take routers too, or {MERGE}"
+            )
         known = [*self.shapes, *self.stacks]
         like = names_like([bare], known) or [listed(set(known))]
         return f"{name} is no matrix that may have an adapter; such are {', '.join(like)}. Train without it, or {MERGE}"
