@@ -623,7 +623,7 @@ class TestChat:
     def test_template_arguments_are_passed_on(self, llm: LLM) -> None:
         llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
         for kwargs, text in (({}, "But, soft!"), ({"loud": True}, "But, soft!!!!")):
-            (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs)
+            (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs).take()
             assert (chat.text, chat.token_ids) == (text, llm.tokenizer.encode(text))
 
     def test_a_prompt_may_be_a_chat(self, llm: LLM) -> None:
