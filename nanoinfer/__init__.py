@@ -14,6 +14,7 @@ with no_collection():
     from nanoinfer.process.version import own_version
     from nanoinfer.requests.beam_search import BeamSearchOutput, BeamSequence
     from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
+    from nanoinfer.requests.reading.outputs import EmbeddingOutput
     from nanoinfer.requests.vllm.lora import LoRARequest
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.trainer.reference import reference
@@ -26,6 +27,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
+    "EmbeddingOutput",
     "LoRARequest",
     "LogProb",
     "RequestOutput",

@@ -13,7 +13,9 @@ from nanoinfer.checks import as_int, check_choice
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.hub import CONVERT, GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
+from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.pooling.sentence_model import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.formats.table import quantized_as_loaded
 from nanoinfer.weights.sources import FileSource
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+GENERATE, POOLING = "generate", "pooling"  # what the option runner may ask for
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
@@ -51,12 +54,14 @@ class Checkpoint:
         ends = _find_eos_token_ids(folder, hf_config, generation)
         return cls(folder, hf_config, ends, _find_generation_defaults(generation))
 
-    def describe(self, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
+    def describe(self, runner: str, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
         """Describe the model as these options have it; raises ValueError if it cannot be so.
 
         is_loaded: the weights come from the folder; sees: the LLM has the tower
         """
         model = describe(self.hf_config)
+        if (labels := self._count_labels(runner)) is not None:
+            model = read_only(model, labels)
         model = replace(model, has_tower=True) if sees else model.without_images()
         if quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, quantization))
@@ -67,6 +72,16 @@ class Checkpoint:
             own_head = FileSource(self.folder, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
             return replace(model, tied=not own_head)
         return model
+
+    def _count_labels(self, runner: str) -> int | None:
+        """Return what Description has as labels. Raises ValueError if the model cannot generate, and is to."""
+        (name, *_) = self.hf_config.architectures or [""]
+        if name not in BARE and name not in CLASSIFIERS:
+            only_reads = runner == POOLING or (runner != GENERATE and makes_embeddings(self.folder))
+            return 0 if only_reads else None
+        if runner == GENERATE:
+            raise ValueError(f"runner={runner!r}: must be left out: {name} has no head that gives logits of tokens")
+        return self.hf_config.num_labels if name in CLASSIFIERS else 0
 
     def resolve_dtype(self, dtype: str | torch.dtype, device: str) -> str:
         """Return the name of the dtype that the option asks for; raises ValueError if there is none."""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
-from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
+from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
@@ -103,6 +103,9 @@ class Config:
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
+    runner: "pooling": the LLM only reads, for embed, classify and rerank, and keeps no memory for logits and CUDA
+        graphs. "generate": it generates, too. "auto" is pooling for classifiers, for classes without a head, and for
+        checkpoints whose modules.json has a Pooling; else generate
     load_format: "safetensors" ("auto"), or "dummy" for random weights of the config's shapes, whose numbers depend on
         seed and the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
     revision: the branch, tag or commit of a Hub id; None: its main branch. A folder has none, or "main"
@@ -152,6 +155,7 @@ class Config:
     image_folder: str | None = None
     device: str = "auto"
     seed: int = 0
+    runner: str = "auto"
     load_format: str = "safetensors"
     revision: str | None = None
     tokenizer: str | None = None
@@ -198,6 +202,7 @@ class Config:
             self.tensor_parallel_size = size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
         for name in [option.name for option in fields(self) if option.init and option.type == "bool"]:
             setattr(self, name, check_flag(name, getattr(self, name)))
+        self.runner = check_choice("runner", self.runner, ["auto", GENERATE, POOLING])
         self.load_format = check_choice("load_format", self.load_format, LOAD_FORMATS, SAVE_FIRST)
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
         if self.data_parallel_size > 1 and not self.starts_ranks:
@@ -230,7 +235,7 @@ class Config:
         with fresh_torch_state():
             files = self.model, self.tokenizer or self.model, checkpoint.hf_config, self.is_loaded
             self.images = can_see(self.images, *files, self.deterministic)
-            how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
+            how = self.runner, self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
@@ -305,7 +310,7 @@ class Config:
     @property
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
-        can_share = self.attention_backend == "triton" and not self.deterministic
+        can_share = self.attention_backend == "triton" and not self.deterministic and self.description.generates
         return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
 
     @property

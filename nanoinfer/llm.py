@@ -24,6 +24,7 @@ from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.prompts import CallPrompts, Prepared, Tokens
 from nanoinfer.requests.queueing import QueuesRequests
+from nanoinfer.requests.reading.methods import ReadsTexts
 from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
@@ -33,7 +34,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(QueuesRequests, SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
+class LLM(QueuesRequests, SearchesBeams, ReadsTexts, TokenizesTexts, KeepsStats, VllmMethods, Started):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
@@ -145,7 +146,7 @@ class LLM(QueuesRequests, SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-    ) -> Stream:
+    ) -> Stream[StreamOutput]:
         """Generate for every prompt; yields a StreamOutput whenever a sample has something new.
 
         A sample's last StreamOutput has a finish_reason.

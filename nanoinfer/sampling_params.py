@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from nanoinfer.bans import Bans
 from nanoinfer.checks import as_int, as_list, as_number, check_adapter, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
+from nanoinfer.pooling.read import Read
 from nanoinfer.structured_outputs import check_structured_outputs
 
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
@@ -104,6 +105,7 @@ class SamplingParams:
     adapter: str | None = None
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
+    read: ClassVar[Read | None] = None  # of a request's own copy: what its text is read for, in place of tokens
 
     def __post_init__(self) -> None:
         settings = self.__dict__

@@ -131,6 +131,7 @@ DIVIDED = "LLM(tensor_parallel_size=..., data_parallel_size=...) alone divide th
 BLOCKS = "write LLM(num_kvcache_blocks=...)"
 CUT_BEFORE = "a prompt that is too long is refused: cut it before"
 BEAMS = "SamplingParams has no beams: call llm.beam_search"
+READS = "a checkpoint's files say how it is read; LLM(runner=...) says whether it only reads"
 NOT_LOGGED = "the log tells of no requests"
 NOT_HERE = "nothing here depends on it"
 
@@ -138,9 +139,8 @@ Line = tuple[str, Values, str]
 
 FOR_LLM: tuple[Line, ...] = (
     # The model and its files
-    ("runner task", _only("auto", "generate"), "models generate text here; there are no pooling models"),
-    ("convert", _only("auto", "none"), "models generate text here; there are no pooling models"),
-    ("pooler_config override_pooler_config", DEFAULT, "models generate text here; there are no pooling models"),
+    ("convert", _only("auto", "none"), READS),
+    ("pooler_config override_pooler_config", DEFAULT, READS),
     ("model_impl", _only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
     ("config_format", _only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),
     ("model_weights hf_config_path", EMPTY, "config.json and weights lie in one folder; pass it as model"),

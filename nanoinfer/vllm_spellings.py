@@ -11,6 +11,7 @@ Options = Mapping[str, Any]
 Spelling = Callable[[Any, Options], Options]
 """What makes our arguments of one that is not None. It gets all arguments of the call, too."""
 
+POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
 OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments
 
 
@@ -39,6 +40,11 @@ def _without_media(value: Any, beside: Options) -> Options:
     return {"images": False} if flag else {}
 
 
+def _runner_of(value: Any, beside: Options) -> Options:
+    """Return our option for a task, as vLLM called it before it had runners."""
+    return {"runner": POOLING if isinstance(value, str) and value in POOLING_TASKS else value}
+
+
 def _count_adapters(value: Any, beside: Options) -> Options:
     """Return how many adapters vLLM's options let in: its max_loras, which is 1 if nobody says it."""
     if not check_flag("enable_lora", value):
@@ -55,6 +61,7 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
             {} if isinstance(value, str) and not value else {"image_folder": value}
         ),
         "language_model_only": _without_media,
+        "task": _runner_of,
         "enable_lora": _count_adapters,
         "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
     },

@@ -106,7 +106,6 @@ class TestOptions:
     def test_values_that_change_nothing(self) -> None:
         config = Config(
             BUNDLED_MODEL,
-            runner="generate",
             convert="none",
             model_impl="vllm",
             tokenizer_mode="auto",
@@ -155,10 +154,12 @@ class TestOptions:
             ({"allowed_local_media_path": ""}, {}),
             ({"language_model_only": True}, {"images": False}),
             ({"language_model_only": False}, {}),
+            ({"task": "embed"}, {"runner": "pooling"}),
+            ({"task": "generate"}, {"runner": "generate"}),
         ],
         ids=repr,
     )
-    def test_options_of_images_by_their_names(self, theirs: dict, ours: dict) -> None:
+    def test_options_by_their_names(self, theirs: dict, ours: dict) -> None:
         assert Config(BUNDLED_MODEL, **theirs) == Config(BUNDLED_MODEL, **ours)
 
     @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ class TestOptions:
             ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights stay on the device"),
             ({"pipeline_parallel_size": 2}, r"must be None or 1: LLM\(tensor_parallel_size=..., data_parallel_size="),
             ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': the models are nanoinfer's own"),
-            ({"task": "embed"}, "must be None, 'auto' or 'generate': models generate text here"),
+            ({"convert": "embed"}, "must be None, 'auto' or 'none': a checkpoint's files say how it is read"),
             ({"skip_tokenizer_init": True}, r"must be None or False: .*SamplingParams\(detokenize=False\)"),
             ({"enable_return_routed_experts": True}, r"must be None or False: write LLM\(routed_experts=True\)"),
             ({"block_size": 0}, "must be None or a positive integer"),

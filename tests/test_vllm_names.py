@@ -101,7 +101,7 @@ def test_to_delete_the_executor_closes_the_llm(make_qwen3: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("embed", "a model here generates"),
+        ("encode", "llm.embed, llm.classify and llm.rerank read texts"),
         ("enqueue", "llm.add_request, llm.step"),
         ("collective_rpc", "llm.update_weights"),
         ("start_profile", "torch.profiler"),

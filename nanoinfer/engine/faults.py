@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT
 
 BANNING = ("allowed_token_ids", "bad_words", "structured_outputs")  # settings that may leave no token
@@ -32,6 +35,15 @@ def without_images(step: Step) -> dict[Sequence, str]:
     seqs = [*(chunk.seq for chunk in step.chunks), *(fork.seq for fork in step.forks)]
     seen = {seq: seq.images.fault for seq in seqs if seq.images is not None and not seq.is_finished}
     return {seq: fault for seq, fault in seen.items() if fault is not None}
+
+
+def without_numbers(step: Step, extras: Extras, dtype: str) -> dict[Sequence, str]:
+    """Return the sequences of a step that are read, and whose numbers are not finite, each with what is wrong."""
+    if not isinstance(step, PrefillStep) or not extras.pooled:
+        return {}
+    entries = [entry for pooled in extras.pooled for entry in pooled.entries()]
+    failed = [step.chunks[chunk].seq for chunk, numbers in entries if not np.isfinite(numbers).all()]
+    return {seq: not_finite(dtype) for seq in failed if not seq.is_finished}
 
 
 def none_left(seq: Sequence) -> str:

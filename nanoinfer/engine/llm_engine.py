@@ -10,7 +10,7 @@ from functools import partial
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
-from nanoinfer.engine.faults import without_images, without_token
+from nanoinfer.engine.faults import without_images, without_numbers, without_token
 from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -235,6 +235,7 @@ class LLMEngine:
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
             failed = without_token(done.seqs, token_ids, self.config.dtype) | without_images(done.step)
+            failed |= without_numbers(done.step, done.tokens.extras, self.config.dtype)
             for seq, why in failed.items():
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)

@@ -25,6 +25,9 @@ def record_extras(step: Step, seqs: list[Sequence], extras: Extras) -> None:
         for logprobs in extras.prompt_logprobs:
             for chunk, ids, values, rank in logprobs.entries():
                 step.chunks[chunk].seq.prompt_logprobs.append(ids, values, rank)
+        for pooled in extras.pooled:
+            for chunk, numbers in pooled.entries():
+                step.chunks[chunk].seq.add_pooled(numbers)
     if extras.experts is not None:
         _record_experts(step, seqs, extras.experts.numpy())
 

@@ -264,6 +264,7 @@ class Scheduler:
             if seq.block_tables and seq in seqs:  # a half-done prompt
                 self.block_manager.free(seq)
                 seq.num_scheduled = 0
+                seq.pooled = None
                 if seq.wants_prompt_logprobs:  # one that has tokens does not compute them again
                     seq.prompt_logprobs.clear()
         for seq in reversed(self.running.copy()):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from array import array
 from enum import Enum, auto
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from nanoinfer.engine.images import PromptImages
 from nanoinfer.engine.prefix_tree import NONE, Node
@@ -12,6 +15,7 @@ from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
+Vector = npt.NDArray[np.floating[Any]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_LOG = CandidatesLog()  # one for all sequences that ask for none: the garbage collector visits every object
 
@@ -52,6 +56,7 @@ class Sequence:
         "num_released",
         "num_scheduled",
         "params",
+        "pooled",
         "prompt_logprobs",
         "queued_at",
         "request_id",
@@ -103,6 +108,7 @@ class Sequence:
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         # Of the prompt's tokens but the first:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
+        self.pooled: Vector | None = None  # what the text was read for; None: not yet, or it is not read
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
         self.queued_at = self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
@@ -176,6 +182,10 @@ class Sequence:
         """Whether the prompt's log-probabilities are still to be computed."""
         return self.params.prompt_logprobs is not None and self.sample_index == 0 and self.is_fresh
 
+    def add_pooled(self, numbers: Vector) -> None:
+        """Take what a chunk gives, which is added to what earlier ones gave."""
+        self.pooled = numbers.copy() if self.pooled is None else self.pooled + numbers
+
     @property
     def first_logits(self) -> int:
         """The first position whose logits are needed."""
@@ -185,6 +195,8 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """How many of the first tokens may come from the cache: their experts are known, their logits not needed."""
+        if self.params.read is not None and self.params.read.needs_all:
+            return 0
         known = self.first_logits if self.routed_experts is None else len(self.routed_experts)
         return min(self.first_logits, known)
 

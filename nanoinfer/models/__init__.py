@@ -9,6 +9,7 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.classes import BARE, CLASSIFIERS, generating
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -79,9 +80,10 @@ def check_architectures(names: list[str]) -> None:
     """Raise ValueError unless `names`, a config.json's architectures, is a list that begins with a supported class."""
     if not isinstance(names, list):
         raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
-    if not names or names[0] not in FAMILIES:
+    if not names or generating(names[0]) not in FAMILIES:
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
-        raise ValueError(f"model: {named} is not supported; supported: {', '.join(FAMILIES)}; no remote code runs here")
+        known = ", ".join((*FAMILIES, *BARE, *CLASSIFIERS))
+        raise ValueError(f"model: {named} is not supported; supported: {known}; no remote code runs here")
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -89,7 +91,7 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())
-    file, function = FAMILIES[names[0]].rsplit(".", 1)
+    file, function = FAMILIES[generating(names[0])].rsplit(".", 1)
     model: Description = getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
     model.check_formats("model: the {} of quantization_config in its config")
     return model

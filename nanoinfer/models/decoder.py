@@ -19,6 +19,7 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, ImageContext
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
+from nanoinfer.layers.label_head import LabelHead
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
@@ -116,6 +117,8 @@ class Decoder(CausalLM):
 
     def _make_head(self, model: Description, dtype: torch.dtype) -> Head:
         sizes = model.vocab_size, model.hidden_size, self.tp
+        if model.labels is not None:
+            return LabelHead(model.hidden_size, model.labels)
         if model.head_format != PLAIN:
             return QuantizedHead(HEAD, *sizes, model.formats)
         if not model.tied:

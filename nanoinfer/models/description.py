@@ -15,6 +15,7 @@ from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.models.heads import KVHeads, QueryScaling
+from nanoinfer.models.settings import find_uneven
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
@@ -142,6 +143,7 @@ class Description:
     is_multimodal: the checkpoint holds other models beside this one
     has_tower: of these, nanoinfer runs the one for images; it does not read the others
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
+    labels: how many scores a text gets, in place of logits behind each token; 0: not even scores; None: logits
     """
 
     vocab_size: int
@@ -181,12 +183,18 @@ class Description:
     is_multimodal: bool = False
     has_tower: bool = False
     skipped: tuple[str, ...] = ()
+    labels: int | None = None
     formats: Formats = PLAIN_FORMATS
 
     @property
     def beside(self) -> Beside:
         """What the model's checkpoints hold beside it."""
-        return Beside(self.is_multimodal, self.has_tower, self.skipped)
+        return Beside(self.is_multimodal, self.has_tower, self.skipped, may_be_bare=self.labels == 0)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model has logits; otherwise texts are only read."""
+        return self.labels is None
 
     @property
     def different_layers(self) -> list[int]:
@@ -359,14 +367,14 @@ class Description:
             fault = "the CPU computes sinks in another way for another number of heads"
         elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
             inputs = [] if self.layer_inputs is None else [("hidden_size_per_layer_input", self.layer_inputs.size)]
-            fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
+            fault = find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or find_uneven(
                 [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
             )
         else:  # the products with experts have the same bits for any share
             outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
             for format in self.formats.quantized:
                 together = format.outputs_together * ranks
-                fault = fault or _find_uneven(outputs, together, f"with weights in {format.name}")
+                fault = fault or find_uneven(outputs, together, f"with weights in {format.name}")
         if fault is not None:
             raise ValueError(
                 f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"
@@ -388,9 +396,3 @@ class Description:
         if self.layer_inputs is not None:
             outputs.append(("hidden_size_per_layer_input", self.layer_inputs.size))
         return outputs
-
-
-def _find_uneven(sizes: list[tuple[str, int]], divisor: int, where: str) -> str | None:
-    """Return what is wrong with the first size that is no multiple of `divisor`; None: all are."""
-    uneven = next((f"{name}={size}" for name, size in sizes if size % divisor), None)
-    return None if uneven is None else f"{where}, {uneven} must be a multiple of {divisor}"

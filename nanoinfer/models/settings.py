@@ -102,3 +102,9 @@ def refuse(config: PretrainedConfig, **supported: Any) -> None:
         value = getattr(config, name, allowed)
         if value not in (None, allowed):
             raise ValueError(f"model: {name}={value!r} in its config is not supported")
+
+
+def find_uneven(sizes: list[tuple[str, int]], divisor: int, where: str) -> str | None:
+    """Return what is wrong with the first size that is no multiple of `divisor`; None: all are."""
+    uneven = next((f"{name}={size}" for name, size in sizes if size % divisor), None)
+    return None if uneven is None else f"{where}, {uneven} must be a multiple of {divisor}"

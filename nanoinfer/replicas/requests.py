@@ -127,6 +127,12 @@ class ReplicaRequest:
         assert len(results) == len(self.results)
         return request_output(self.id, self.prompt, results, self._decode, self._queued_at)
 
+    def first_result(self) -> SampleResult:
+        """Return the result of the first sample, once it has ended."""
+        (result, *_) = self.results
+        assert result is not None
+        return result
+
     def without_tokens(self, number: int, reason: FinishReason, stop_reason: str | None) -> SampleResult:
         """Return the result of a sample that no replica has computed."""
         params, log = self.prompt.params, CandidatesLog()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -13,7 +13,7 @@ from nanoinfer.config import Config
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared, SomeTokens, Tokens, ids_of
-from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader
+from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader, check_generates
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.runner.memory.room import room_for
@@ -59,14 +59,30 @@ class Inputs:
         adapters: AdapterNames = None,
     ) -> CallPrompts:
         """Return the prompts of generate or stream. adapters: those of lora_request"""
-        is_one = isinstance(prompts, str) or _holds_prompt(prompts)
-        items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
-        if items and as_int(items[0]) is not None:
-            raise ValueError(
-                f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
-            )
+        items = _listed(prompts)
         settings = self._settings.check(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
+
+    def check_texts(
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        settings_of: Callable[[int], list[Settings]],
+        change: Callable[[Asked], Asked],
+    ) -> CallPrompts:
+        """Return the prompts of a call that reads them. settings_of: makes those of so many prompts
+
+        change: puts something before a text
+        """
+        items = _listed(prompts)
+        settings = settings_of(len(items))
+        return self._prepare([change(self._read(f"prompts[{i}]", item)) for i, item in enumerate(items)], settings)
+
+    def begin_text(
+        self, name: str, prompt: object, settings: Settings, change: Callable[[Asked], Asked]
+    ) -> ComingRequest:
+        """Check a prompt that is read, and let its images be prepared in other threads. change: as for check_texts"""
+        asked = change(self._read(name, prompt))
+        return ComingRequest(asked, settings, self._see(asked))
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
@@ -91,6 +107,7 @@ class Inputs:
         self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None
     ) -> CallPrompts:
         """Return the prompt with each of its continuations, ready to be scored."""
+        check_generates(self.config)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
         asked = self._unwrap("prompt", prompt)
         if not isinstance(asked.prompt, str):
@@ -277,6 +294,16 @@ def _list(name: str, value: Any, what: str) -> list[Any]:
     if entries is None:
         raise ValueError(f"{name}={short(value, MOST_SHOWN)}: must be {what}")
     return entries
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Return the prompts of a call; a lone one that is no list of tokens counts as a list."""
+    is_one = isinstance(prompts, str) or _holds_prompt(prompts)
+    items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
+    if items and as_int(items[0]) is not None:
+        shown = short(items, MOST_SHOWN)
+        raise ValueError(f"prompts={shown}: must be a list of prompts; pass one prompt's ids as [[...]]")
+    return items
 
 
 def _holds_prompt(value: object) -> bool:

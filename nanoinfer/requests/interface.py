@@ -14,6 +14,7 @@ from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.results import SampleResult
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -121,6 +122,10 @@ class AnyRequest(Protocol):
 
     def output(self) -> RequestOutput:
         """Return the result, once all samples have ended."""
+        ...
+
+    def first_result(self) -> SampleResult:
+        """Return the result of the first sample, once it has ended."""
         ...
 
 

@@ -6,30 +6,33 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer.checks import check_flag, short
 from nanoinfer.engine.stats import Rates
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.process.bar import Bar
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
-from nanoinfer.requests.outputs import StreamOutput
+from nanoinfer.requests.outputs import Output, StreamOutput
 from nanoinfer.requests.prompts import Prepared
 
 REFRESH_SECONDS = 1.0  # of a bar's tokens and rates
 
 
-class Stream(Iterator[StreamOutput]):
-    """The outputs of one call of LLM.stream. After an error, each further `next` raises RuntimeError with its reason.
+SomeOutput = TypeVar("SomeOutput", bound=Output)
+
+
+class Stream(Iterator[SomeOutput]):
+    """The outputs of one call, as they come. After an error, each further `next` raises RuntimeError with its reason.
 
     `close`, or the stream's deletion, aborts the samples that have not ended.
     """
 
-    def __init__(self, outputs: Generator[StreamOutput, None, None]) -> None:
+    def __init__(self, outputs: Generator[SomeOutput, None, None]) -> None:
         self._outputs = outputs
         self._failure: str | None = None  # not the error itself: its traceback keeps what the engine holds
 
-    def __next__(self) -> StreamOutput:
+    def __next__(self) -> SomeOutput:
         if self._failure is not None:
             raise RuntimeError(f"this stream has ended, make another: {self._failure}")
         try:
@@ -93,21 +96,31 @@ class Shown:
     def update(self, newly: int, results: Iterable[StepResult], is_last: bool) -> None:
         """Show `newly` more requests that have ended; results: the steps since the last call."""
         for result in results:
-            self._num_tokens += result.num_generated_tokens
+            self._num_tokens += self._count(result)
             self._all.add(result)
             self._late.add(result)
         is_due = is_last or time.perf_counter() >= self._next
         if is_due:
-            self._bar.postfix = f"{self._num_tokens:,} tokens, {self._all if is_last else self._late}"
+            self._bar.postfix = f"{self._num_tokens:,} tokens, {self._tell(self._all if is_last else self._late)}"
             self._late, self._next = Rates(), time.perf_counter() + REFRESH_SECONDS
         if is_due or newly:
             self._bar.update(newly)
         if is_due and hasattr(self._bar, "refresh"):
             self._bar.refresh()  # tqdm's `update` waits for more requests to end
 
+    def _count(self, result: StepResult) -> int:
+        """Return a step's tokens that are shown."""
+        return result.num_generated_tokens
 
-def make_bar(count: int, use_tqdm: UseTqdm, what: str) -> Any:
-    """Return a bar for `count` requests; what: begins it. Raises ValueError if the user's function makes none."""
+    def _tell(self, rates: Rates) -> str:
+        return str(rates)
+
+
+def make_bar(count: int | None, use_tqdm: UseTqdm, what: str) -> Any:
+    """Return a bar; raises ValueError if the user's function makes none.
+
+    count: of the requests; None: nobody knows it; what: begins the bar
+    """
     make = use_tqdm if callable(use_tqdm) else partial(Bar, disable=not use_tqdm)
     try:
         bar = make(total=count, desc=what, dynamic_ncols=True)

@@ -98,6 +98,7 @@ class Sample:
             prompt_logprobs=self._prompt_logprobs,
             kept_tokens=seq.kept_tokens if params.kept_tokens else None,
             routed_experts=self._routed_experts,
+            pooled=None if seq.finish_reason == "error" else seq.pooled,
         )
 
     @property
@@ -155,6 +156,10 @@ class Request:
         """Return the result, once all samples have ended."""
         first = self.samples[0]
         return request_output(self.id, self.prompt, self.results(), first.decode, first.seq.queued_at)
+
+    def first_result(self) -> SampleResult:
+        """Return the result of the first sample, once it has ended."""
+        return self.samples[0].result()
 
     def results(self) -> list[SampleResult]:
         """Return the results of all samples, once they have ended."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from nanoinfer.engine.routed_experts import ExpertIds
-from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.engine.sequence import FinishReason, Vector
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
 from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings
 from nanoinfer.requests.prompts import Prepared
@@ -22,6 +22,7 @@ class SampleResult(NamedTuple):
     started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
     prompt_logprobs: of the prompt's tokens, if asked for and if this is the first sample
+    pooled: what the text was read for, if it was, and could be
     """
 
     number: int
@@ -38,6 +39,7 @@ class SampleResult(NamedTuple):
     prompt_logprobs: CandidatesLog | None = None
     kept_tokens: list[tuple[int, float]] | None = None
     routed_experts: ExpertIds | None = None
+    pooled: Vector | None = None
 
     def output(self, decode: Decode | None) -> SampleOutput:
         """Return the sample's output; decode: makes text from tokens, None: there is no tokenizer."""

@@ -61,6 +61,7 @@ class SettingsReader:
         return list(map(_adapted, settings, names))
 
     def _check_all(self, count: int, given: GivenSettings) -> list[Settings]:
+        check_generates(self._config)
         if given is None:
             given = SamplingParams()
         if isinstance(given, SamplingParams):
@@ -126,6 +127,15 @@ class SettingsReader:
             return self._grammars.compile(params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+def check_generates(config: Config) -> None:
+    """Raise RuntimeError for an LLM that only reads texts."""
+    if not config.description.generates:
+        raise RuntimeError(
+            "this LLM reads texts, and has no logits of tokens: call llm.embed, llm.classify or llm.rerank; for a"
+            f" checkpoint with a head, LLM({config.model!r}, runner='generate') generates"
+        )
 
 
 def _adapted(settings: Settings, adapter: str | None) -> Settings:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.steps.pooling import Pooled
 from nanoinfer.runner.transfer import to_host
 
 
@@ -18,12 +19,14 @@ class Extras:
     logprobs: log-probabilities of the drawn tokens, by the token's place among them
     kept_tokens: how many tokens could have been drawn, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
+    pooled: what texts are read for, by chunk
     experts: [tokens, layers, used], the experts that all tokens of the step took; None: not asked for
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)
     kept_tokens: list[KeptTokens] = field(default_factory=list)
     prompt_logprobs: list[LogProbs] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     experts: Tensor | None = None
 
     def to_host(self) -> Extras:
@@ -32,5 +35,6 @@ class Extras:
             [entry.to_host() for entry in self.logprobs],
             [entry.to_host() for entry in self.kept_tokens],
             [entry.to_host() for entry in self.prompt_logprobs],
+            [entry.to_host() for entry in self.pooled],
             None if self.experts is None else to_host(self.experts),
         )

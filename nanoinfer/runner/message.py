@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanoinfer.pooling.read import Read
 from nanoinfer.runner.image_messages import ChunkImages, NewImages
 from nanoinfer.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ class ChunkMessage:
     states: ChunkStates | None = None
     images: ChunkImages | None = None
     adapter: int = -1  # its slot; -1: none
+    read: Read | None = None  # what the chunk gives of a text that is read; None: nothing
 
     @property
     def scored(self) -> array[int]:

@@ -159,7 +159,12 @@ class ModelRunner:
             return
         if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
             self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
-        if not config.is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
+        if (
+            not config.description.generates
+            or not config.is_plain_cpu
+            or self.tp.size > 1
+            or torch.get_num_threads() == 1
+        ):
             return
         length = min(config.max_model_len, *(group.block_size for group in config.cache_layout.groups))
         most = max(TIMED_ROWS.values())
@@ -188,8 +193,7 @@ class ModelRunner:
         if config.device == "cuda":
             self._compile(trials)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            largest = partial(self.steps.decode_rows, config.max_num_seqs, config.max_model_len, config.shares_prefixes)
-            decode = max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
+            decode = self._measure_decode(trials) if config.description.generates else 0
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
             step_bytes += self.steps.logits_processors.working_bytes
@@ -199,6 +203,12 @@ class ModelRunner:
             config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
         )
         return step_bytes
+
+    def _measure_decode(self, trials: Trials) -> int:
+        """Run the largest decode steps; returns the bytes that they work in."""
+        rows, length, shares = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
+        largest = partial(self.steps.decode_rows, rows, length, shares)
+        return max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
 
     def _measure_images(self) -> int:
         """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
@@ -270,7 +280,7 @@ class ModelRunner:
     def _graph_sizes(self) -> dict[DecodeKind, list[int]]:
         """The sizes of each kind of decode step that is captured, the plain one first."""
         config = self.config
-        if config.enforce_eager or config.device == "cpu":
+        if config.enforce_eager or config.device == "cpu" or not config.description.generates:
             return {}
         return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0)
 

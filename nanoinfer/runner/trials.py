@@ -11,6 +11,7 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.adapters.pairs import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
+from nanoinfer.pooling.read import Read
 from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
@@ -50,8 +51,12 @@ class Trials:
         tokens, most = config.max_num_batched_tokens, config.max_model_len - 1
         prompts = min(config.max_num_seqs, tokens)
         lengths = [min(tokens // prompts + (i < tokens % prompts), most) for i in range(prompts)]
-        chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter) for length in lengths]
-        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts)]
+        generates = config.description.generates
+        read = None if generates else Read("mean")  # which needs more memory than others
+        chunks = [
+            ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter, read=read) for length in lengths
+        ]
+        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts * generates)]
         steps = [PrefillMessage([], 0, chunks, joins)]
         length = min(tokens, most)
         may_attend = config.attention_backend == "triton" and not config.is_in_order

@@ -65,18 +65,22 @@ class Beside:
     is_multimodal: other models' tensors; the language model's have a prefix
     has_tower: of these, the tower's are read too
     skipped: how the names of further tensors begin that nobody reads
+    may_be_bare: names may lack the "model." with which those of a model with a head begin
     """
 
     is_multimodal: bool = False
     has_tower: bool = False
     skipped: tuple[str, ...] = ()
+    may_be_bare: bool = False
 
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
         if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
             return OfTower().known_name(name) if self.has_tower else None
         known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
-        return None if known.startswith(self.skipped) else known
+        if known.startswith(self.skipped):
+            return None
+        return f"model.{known}" if self.may_be_bare and not known.startswith("model.") else known
 
 
 NOTHING = Beside()

@@ -17,13 +17,13 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-POOLING = "a model here generates; llm.score(prompt, continuations) gives log-probabilities"
+READING = "llm.embed, llm.classify and llm.rerank read texts"
 OUR_STEPS = "llm.add_request, llm.step and llm.has_unfinished_requests run requests step by step"
 OUR_WEIGHTS = "llm.update_weights(named_tensors) writes a trainer's tensors, llm.load_weights a checkpoint's"
 ABSENT = {
     name: instead
     for names, instead in (
-        ("embed encode classify reward", POOLING),
+        ("encode reward", READING),
         ("enqueue enqueue_chat wait_for_completion", OUR_STEPS),
         ("collective_rpc apply_model", f"no code of yours runs in the ranks; {OUR_WEIGHTS}"),
         ("init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update", OUR_WEIGHTS),
@@ -37,7 +37,7 @@ ABSENT = {
         ("release_kv_cache_memory", "llm.sleep gives memory back, and llm.wake_up takes it again"),
         ("reset_mm_cache", "leave it out: equal images are known by their pixels"),
         ("preprocess_chat", "llm.get_tokenizer().apply_chat_template makes a chat's text"),
-        ("supported_tasks", "leave it out: a model here generates"),
+        ("supported_tasks", "llm.config.description.generates says whether the model generates"),
         ("from_engine_args", "LLM(model, ...) takes the options themselves"),
     )
     for name in names.split()

@@ -44,13 +44,15 @@ class Adapters:
         self._slots: list[Slots] = []
         self._step = StepRows()
         shape = config.description.vocab_size, config.description.hidden_size
-        bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
+        head = Section(HEAD, model.num_ids, shape, model.first_id) if config.description.generates else None
+        bases = Bases(model, head)
         _check_host_memory(bases, config, device)
         modules = Modules(model, bases)
         with default_dtype(config.torch_dtype):
             self._wrap(model, bases)
-        with default_dtype(config.torch_head_dtype):
-            model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
+        if bases.head is not None:
+            with default_dtype(config.torch_head_dtype):
+                model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
         self.reader = AdapterReader(modules, config.max_adapter_rank, config.torch_dtype)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)

@@ -20,6 +20,7 @@ from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.pending_tokens import Launched
+from nanoinfer.runner.steps.pooling import pool
 from nanoinfer.runner.steps.prefill_inputs import TABLE_STEP, PrefillInputs
 
 
@@ -43,6 +44,7 @@ class Steps:
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
             prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
+        self._generates = config.description.generates
         self._whole_images = any(config.description.whole_images)
         device = logits.device
         has_deltas = config.description.has_sections
@@ -91,13 +93,14 @@ class Steps:
             prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
-        extras.prompt_logprobs = prompt_logprobs(
-            message.chunks,
-            lambda places: self._full_logits(*_at(places.long(), hidden, prompts.adapters)),
-            hidden.device,
-            self.logits_processors.is_processed,
-            self.logits_processors.prompt_tokens_at_once(message.chunks),
-        )
+        at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
+
+        def logits_at(places: Tensor) -> Tensor:
+            return self._full_logits(*_at(places.long(), hidden, prompts.adapters))
+
+        is_processed = self.logits_processors.is_processed
+        extras.prompt_logprobs = prompt_logprobs(message.chunks, logits_at, hidden.device, is_processed, at_once)
+        extras.pooled = pool(message.chunks, hidden, logits_at, at_once)
         self.kv_cache.copy_blocks(prompts.copied_blocks)
         self.holdings.states.copy(prompts.copied_states)
         if not message.joins:
@@ -178,8 +181,12 @@ class Steps:
         return self.sampler(logits, temperatures, seeds, positions)
 
     def _full_logits(self, hidden: Tensor, adapters: Tensor | None) -> Tensor:
-        """Compute the logits of all ranks' token ids, [n, vocabulary]; hidden, adapters: as for _logits"""
-        return self.logits_processors.gather(self._logits(hidden, adapters))
+        """Compute the logits of all ranks' token ids, [n, vocabulary]; hidden, adapters: as for _logits
+
+        A classifier's scores are whole on each rank.
+        """
+        logits = self._logits(hidden, adapters)
+        return self.logits_processors.gather(logits) if self._generates else logits
 
 
 def _at(places: Tensor, hidden: Tensor, adapters: Tensor | None) -> tuple[Tensor, Tensor | None]:

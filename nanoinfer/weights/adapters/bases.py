@@ -82,18 +82,18 @@ class Bases:
     """Those of a model on this rank.
 
     of_matrices, of_experts: by their module. The latter are those of gates and ups, and those of downs, of each expert
-    head: that of the output projection, also where it is the embedding's matrix
+    head: that of the output projection, also where it is the embedding's matrix; None: it takes no adapters
     """
 
-    def __init__(self, model: nn.Module, head: Section) -> None:
+    def __init__(self, model: nn.Module, head: Section | None) -> None:
         """head: the rows of the output projection"""
-        self.head = Base((head,), head.shape[1])
+        self.head = None if head is None else Base((head,), head.shape[1])
         self.of_matrices: dict[Matrix, Base] = {}
         self.of_experts: dict[Experts, tuple[list[Base], list[Base]]] = {}
         for module in model.modules():
             if isinstance(module, Experts):
                 self.of_experts[module] = _of_experts(module)
-            elif isinstance(module, Matrix) and module.sections[0].name != head.name:
+            elif isinstance(module, Matrix) and (head is None or module.sections[0].name != head.name):
                 self.of_matrices[module] = Base(tuple(module.sections), module.in_features)
 
     def __iter__(self) -> Iterator[Base]:
@@ -102,7 +102,8 @@ class Bases:
         for gate_ups, downs in self.of_experts.values():
             yield from gate_ups
             yield from downs
-        yield self.head
+        if self.head is not None:
+            yield self.head
 
 
 def _of_experts(experts: Experts) -> tuple[list[Base], list[Base]]:

@@ -1,0 +1,1 @@
+"""Pooling: what is read of a text in place of tokens, and how checkpoints say it."""

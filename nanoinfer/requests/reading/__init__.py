@@ -1,0 +1,1 @@
+"""Texts that are read and not continued: embeddings, classes, and pairs of a query and a document."""

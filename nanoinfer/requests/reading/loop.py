@@ -1,0 +1,83 @@
+"""Runs texts that are read, some steps' worth at a time, so that a million of them need little memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+
+from nanoinfer.config import Config
+from nanoinfer.engine.stats import Rates
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.requests.interface import AnyRequest, SomeRequests
+from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
+from nanoinfer.requests.prompts import Prepared
+
+STEPS_AHEAD = 4  # so many steps' texts are on their way, that none waits for the caller or the tokenizer
+
+
+class Room:
+    """How many texts may be on their way: those that wait, that run, and whose turn to be returned has not come."""
+
+    def __init__(self, config: Config) -> None:
+        self._most_texts = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
+        self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
+        self._texts = self._tokens = 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another text may come."""
+        return self._texts < self._most_texts and self._tokens < self._most_tokens
+
+    def take(self, prompt: Prepared, sign: int = 1) -> None:
+        """Count a text that comes. sign: -1 for one that goes"""
+        self._texts += sign
+        self._tokens += sign * len(prompt.token_ids)
+
+
+class ShownTexts(Shown):
+    """What a bar shows of texts: those that have been read, the tokens that have begun, and the rate."""
+
+    def _count(self, result: StepResult) -> int:
+        return result.num_prompt_tokens
+
+    def _tell(self, rates: Rates) -> str:
+        return f"{rates.prefill.tokens_per_second:,.0f} tok/s"
+
+
+def read_all(
+    requests: SomeRequests,
+    room: Room,
+    take: Callable[[], Prepared | None],
+    count: int | None,
+    use_tqdm: UseTqdm,
+) -> Generator[AnyRequest, None, None]:
+    """Queue texts while there is room, step, and yield the requests that have ended, in the order of the texts.
+
+    take: returns the next text, or None behind the last one; count: of the texts, if known
+    """
+    added: deque[AnyRequest] = deque()
+    has_more = True
+    with closing(make_bar(count, use_tqdm, "Reading")) as bar:
+        shown, num_ended, num_added = ShownTexts(bar), 0, 0
+        while has_more or added:
+            while has_more and room.is_left:
+                if (prompt := take()) is None:
+                    has_more = False
+                    break
+                room.take(prompt)
+                added.append(requests.add(prompt))
+                num_added += 1
+            results = requests.step() if requests.num_running else []
+            newly = len(requests.take_finished())
+            num_ended += newly
+            if use_tqdm:
+                shown.update(newly, results, is_last=not has_more and num_ended == num_added)
+            yield from _ended(added, room)
+
+
+def _ended(added: deque[AnyRequest], room: Room) -> Iterator[AnyRequest]:
+    """Take away the requests that have ended, up to the first that has not."""
+    while added and not added[0].num_running:
+        room.take(added[0].prompt, sign=-1)
+        yield added.popleft()

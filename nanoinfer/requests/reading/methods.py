@@ -1,0 +1,127 @@
+"""ReadsTexts: what an LLM reads of texts that it does not continue."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from functools import cached_property, partial
+from typing import TypeVar, overload
+
+from nanoinfer.checks import check_adapter
+from nanoinfer.config import Config
+from nanoinfer.hints import hints_for
+from nanoinfer.process.collector import no_full_collection
+from nanoinfer.requests.adapters import LoadsAdapters
+from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.outputs import Output
+from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
+from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reading.embeddings import Embeddings
+from nanoinfer.requests.reading.loop import Room, read_all
+from nanoinfer.requests.reading.outputs import EmbeddingOutput
+from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, texts_of
+from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
+
+SomeOutput = TypeVar("SomeOutput", bound=Output)
+
+
+class ReadsTexts(LoadsAdapters):
+    """The methods of LLM that read texts."""
+
+    config: Config
+    _inputs: Inputs
+    _loras: LoRARequests
+
+    @cached_property
+    def _embeddings(self) -> Embeddings:
+        return Embeddings(self.config)
+
+    @overload
+    def embed(
+        self,
+        prompts: Iterator[Prompt],
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> Iterator[EmbeddingOutput]: ...
+
+    @overload
+    def embed(
+        self,
+        prompts: SomePrompts,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[EmbeddingOutput]: ...
+
+    @hints_for("embed", ("prompt_name", "dimensions"))
+    def embed(
+        self,
+        prompts: SomePrompts | Iterator[Prompt],
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
+        """Compute each text's embedding; returns them in the texts' order.
+
+        The checkpoint's modules.json says how, as sentence-transformers reads it. Without one, it is the hidden state
+        of the last token behind the last norm, with length 1.
+
+        prompts: as for generate. An iterator, such as a generator, gives an iterator of outputs: the LLM takes texts
+            as it needs them, so that a million take little memory
+        prompt_name: which of the checkpoint's prompts stands before each text, such as "query"; None: the checkpoint's
+            default, if it has one
+        dimensions: keep so many first numbers of each embedding, and give these length 1 if the whole one has it, as
+            Matryoshka models allow; None: all
+        use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for generate; for an iterator, one for all
+
+        Raises ValueError, before anything runs, as generate does, and for what the checkpoint does not allow. Of an
+        iterator's texts it is raised when their turn comes.
+        """
+        embeddings = self._embeddings
+        with self.engine.alike():
+            count, before = embeddings.check_dimensions(dimensions), embeddings.find_prompt(prompt_name)
+        reading = Reading(embeddings.read, partial(embeddings.output, dimensions=count), before, prompt_name)
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+
+    def _read(
+        self,
+        prompts: SomePrompts | Iterator[Prompt],
+        reading: Reading[SomeOutput],
+        use_tqdm: UseTqdm,
+        adapter: str | None,
+        lora_request: GivenLora,
+    ) -> list[SomeOutput] | Iterator[SomeOutput]:
+        """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
+        self.engine.check_ready()
+        with self.engine.alike():
+            use_tqdm = check_use_tqdm(use_tqdm)
+            adapters = self._loras.load(self, lora_request) or check_adapter("adapter", adapter)
+            most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
+            texts = texts_of(prompts, reading, self._inputs, adapters, most_tokens)
+        if isinstance(prompts, Iterator):
+            return Stream(self._stream_reads(texts, reading, use_tqdm))
+        with no_full_collection():
+            return list(self._stream_reads(texts, reading, use_tqdm))
+
+    def _stream_reads(
+        self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm
+    ) -> Generator[SomeOutput, None, None]:
+        def take() -> Prepared | None:
+            with self.engine.alike():
+                prompt = texts.take()
+                if prompt is not None:
+                    self._check_adapters([prompt.params])
+                return prompt
+
+        with closing(texts), self._turn(alone=True), self._requests:
+            for request in read_all(self._requests, Room(self.config), take, texts.count, use_tqdm):
+                yield reading.output(request.prompt, request.first_result())

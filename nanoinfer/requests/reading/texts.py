@@ -1,0 +1,151 @@
+"""The texts of a call that reads them: all checked before the first runs, or as an iterator gives them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nanoinfer.checks import short
+from nanoinfer.pooling.read import Read
+from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.outputs import Output
+from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.results import SampleResult
+from nanoinfer.requests.settings import AdapterNames, Settings
+from nanoinfer.sampling_params import SamplingParams
+
+IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
+
+SomePrompts = Prompt | ListLike[Prompt]
+SomeOutput = TypeVar("SomeOutput", bound=Output)
+
+
+def settings_for(read: Read, adapter: str | None) -> Settings:
+    """Return the settings of texts that get no token."""
+    params = SamplingParams(max_tokens=1, detokenize=False, adapter=adapter)
+    vars(params).update(max_tokens=0, read=read)  # which users cannot ask for
+    return Settings(params, None)
+
+
+def as_it_is(prompt: Prepared) -> Prepared:
+    """Return a prompt unchanged."""
+    return prompt
+
+
+@dataclass(frozen=True)
+class Reading(Generic[SomeOutput]):
+    """What a call reads of each of its texts.
+
+    read: what steps give
+    output: makes a text's output of that
+    before: stands before each text; before_name: what has asked for it, so that all prompts must be texts
+    trim: leaves out tokens at the end that do not count
+    """
+
+    read: Read
+    output: Callable[[Prepared, SampleResult], SomeOutput]
+    before: str = ""
+    before_name: str | None = None
+    trim: Callable[[Prepared], Prepared] = as_it_is
+
+    def put_before(self, asked: Asked) -> Asked:
+        """Return a prompt with what stands before it. Raises ValueError if that cannot be, and was asked for."""
+        if isinstance(asked.prompt, str) and asked.text is not None and not asked.is_chat:
+            return asked._replace(prompt=self.before + asked.prompt, text=self.before + asked.text)
+        if self.before_name is not None:
+            raise ValueError(f"prompt_name={short(self.before_name)}: {asked.name} must be text: it stands before that")
+        return asked
+
+
+class SomeTexts(ABC):
+    """The texts of a call. count: how many, if it is known"""
+
+    count: int | None
+
+    @abstractmethod
+    def take(self) -> Prepared | None:
+        """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let no thread begin to prepare images of texts that have not been taken."""
+
+
+class ListedTexts(SomeTexts):
+    """Those of a list, all checked."""
+
+    def __init__(self, prompts: CallPrompts, trim: Callable[[Prepared], Prepared], most_tokens: int) -> None:
+        """most_tokens: as for CallPrompts.take"""
+        self.count = prompts.count
+        self.prompts = prompts
+        self._trim, self._most_tokens = trim, most_tokens
+        self._taken: deque[Prepared] = deque()
+
+    def take(self) -> Prepared | None:
+        """Return the next text, ready to run; None: there is none left."""
+        if not self._taken:
+            self._taken.extend(self.prompts.take(self._most_tokens))
+        return self._trim(self._taken.popleft()) if self._taken else None
+
+    def close(self) -> None:
+        """Let no thread begin to prepare images of texts that have not been taken."""
+        self.prompts.close()
+
+
+class ComingTexts(SomeTexts):
+    """Those of an iterator, each checked when its turn comes; of a few further ones, threads prepare the images."""
+
+    count = None
+
+    def __init__(
+        self, prompts: Iterator[Prompt], reading: Reading[SomeOutput], inputs: Inputs, adapter: str | None
+    ) -> None:
+        settings = settings_for(reading.read, adapter)
+        self._coming = (
+            inputs.begin_text(f"prompts[{index}]", prompt, settings, reading.put_before)
+            for index, prompt in enumerate(prompts)
+        )
+        self._finish, self._trim = inputs.finish, reading.trim
+        self._most_ahead = IMAGES_AHEAD if inputs.config.sees else 1
+        self._ahead: deque[ComingRequest] = deque()
+
+    def take(self) -> Prepared | None:
+        """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
+        while len(self._ahead) < self._most_ahead and (coming := next(self._coming, None)) is not None:
+            self._ahead.append(coming)
+        return self._trim(self._finish(self._ahead.popleft())) if self._ahead else None
+
+    def close(self) -> None:
+        """Let no thread begin to prepare images of texts that have not been taken."""
+        for coming in self._ahead:
+            coming.cancel()
+
+
+def texts_of(
+    prompts: SomePrompts | Iterator[Prompt],
+    reading: Reading[SomeOutput],
+    inputs: Inputs,
+    adapters: AdapterNames,
+    most_tokens: int,
+) -> SomeTexts:
+    """Return the texts of a call. adapters: one for all, or one each; most_tokens: of a step
+
+    Raises ValueError for a list of which a prompt cannot work.
+    """
+    if isinstance(prompts, Iterator):
+        if isinstance(adapters, list):
+            raise ValueError(f"lora_request has {len(adapters)} entries: must be one, if prompts come from an iterator")
+        return ComingTexts(prompts, reading, inputs, adapters)
+
+    def settings_of(count: int) -> list[Settings]:
+        names = adapters if isinstance(adapters, list) else [adapters] * count
+        if len(names) != count:
+            raise ValueError(f"lora_request has {len(names)} entries for {count} prompts: give one, or one each")
+        made = {name: settings_for(reading.read, name) for name in set(names)}
+        return [made[name] for name in names]
+
+    return ListedTexts(inputs.check_texts(prompts, settings_of, reading.put_before), reading.trim, most_tokens)

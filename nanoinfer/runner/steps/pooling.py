@@ -1,0 +1,95 @@
+"""Pooling: what a prefill step reads of texts that are not continued, of their hidden states behind the last norm."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanoinfer.pooling.read import Read
+from nanoinfer.runner.message import ChunkMessage
+from nanoinfer.runner.transfer import to_host, upload
+
+UNIT = 2.0**24  # sums count 1 / UNIT
+ADDED_AT_ONCE = 1024  # tokens, so that their sums need little memory
+
+
+@dataclass
+class Pooled:
+    """What some chunks of a step give.
+
+    chunks: their numbers among the step's
+    numbers: [chunks, width], float32 or, for sums, float64
+    """
+
+    chunks: list[int]
+    numbers: Tensor
+
+    def to_host(self) -> Pooled:
+        """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
+        return Pooled(self.chunks, to_host(self.numbers))
+
+    def entries(self) -> Iterator[tuple[int, npt.NDArray[np.floating[Any]]]]:
+        """Yield each chunk's number, and its numbers, [width]."""
+        yield from zip(self.chunks, self.numbers.numpy(), strict=True)
+
+
+def pool(
+    chunks: list[ChunkMessage], hidden: Tensor, logits_at: Callable[[Tensor], Tensor], tokens_at_once: int
+) -> list[Pooled]:
+    """Return what the chunks' texts are read for.
+
+    hidden: [tokens, hidden_size], of one chunk after another
+    logits_at, tokens_at_once: as for prompt_logprobs; a classifier's scores count as logits
+    """
+    reads: dict[Read, list[int]] = {}
+    for number, chunk in enumerate(chunks):
+        if chunk.read is not None:
+            reads.setdefault(chunk.read, []).append(number)
+    if not reads:
+        return []
+    ends = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
+    pooled = []
+    for read, numbers in reads.items():
+        if read.needs_all:
+            spans = [(ends[number] - len(chunks[number].token_ids), ends[number]) for number in numbers]
+            pooled.append(Pooled(numbers, _sums(hidden, spans)))
+            continue
+        last = upload(array("i", [ends[number] - 1 for number in numbers]), hidden.device)
+        if read.what == "last":
+            found = hidden[last.long()].float()
+        else:
+            found = torch.cat([_scores(read, logits_at(places)) for places in last.split(tokens_at_once)])
+        pooled.append(Pooled(numbers, found))
+    return pooled
+
+
+def _scores(read: Read, logits: Tensor) -> Tensor:
+    """Return the logits that count, [texts, labels or tokens] float32."""
+    if not read.tokens:
+        return logits.float()
+    return logits[:, upload(array("i", read.tokens), logits.device).long()].float()
+
+
+def _sums(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Add up the hidden states from each span's begin to its end; returns [spans, hidden_size] float64.
+
+    Each number is rounded to a multiple of 1 / UNIT. So float64 adds them without an error, up to sums of 2^29, and no
+    order of tokens or chunks can change the sum.
+    """
+    places, owners = array("i"), array("i")
+    for owner, (begin, end) in enumerate(spans):
+        places.extend(range(begin, end))
+        owners.extend([owner] * (end - begin))
+    sums = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float64, device=hidden.device)
+    parts = (upload(values, hidden.device).split(ADDED_AT_ONCE) for values in (places, owners))
+    for own, of in zip(*parts, strict=True):
+        sums.index_add_(0, of, hidden[own.long()].double().mul_(UNIT).round_())
+    return sums.div_(UNIT)
