@@ -14,7 +14,7 @@ with no_collection():
     from nanoinfer.process.version import own_version
     from nanoinfer.requests.beam_search import BeamSearchOutput, BeamSequence
     from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
-    from nanoinfer.requests.reading.outputs import EmbeddingOutput
+    from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
     from nanoinfer.requests.vllm.lora import LoRARequest
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.trainer.reference import reference
@@ -27,10 +27,12 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
+    "ClassificationOutput",
     "EmbeddingOutput",
     "LoRARequest",
     "LogProb",
     "RequestOutput",
+    "RerankOutput",
     "SampleOutput",
     "SamplingParams",
     "Score",

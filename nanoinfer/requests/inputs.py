@@ -65,17 +65,18 @@ class Inputs:
 
     def check_texts(
         self,
+        name: str,
         prompts: Prompt | ListLike[Prompt],
         settings_of: Callable[[int], list[Settings]],
         change: Callable[[Asked], Asked],
     ) -> CallPrompts:
         """Return the prompts of a call that reads them. settings_of: makes those of so many prompts
 
-        change: puts something before a text
+        name: begins the messages of errors; change: puts something before a text
         """
         items = _listed(prompts)
         settings = settings_of(len(items))
-        return self._prepare([change(self._read(f"prompts[{i}]", item)) for i, item in enumerate(items)], settings)
+        return self._prepare([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
     def begin_text(
         self, name: str, prompt: object, settings: Settings, change: Callable[[Asked], Asked]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from collections.abc import Sequence as ListLike
 from contextlib import closing
 from functools import cached_property, partial
-from typing import TypeVar, overload
+from itertools import count
+from typing import Any, TypeVar, overload
 
 from nanoinfer.checks import check_adapter
 from nanoinfer.config import Config
@@ -16,10 +18,13 @@ from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reading.classes import LABELS, Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
-from nanoinfer.requests.reading.outputs import EmbeddingOutput
-from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, texts_of
+from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
+from nanoinfer.requests.reading.pairs import Pairs, check_documents
+from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, texts_of
+from nanoinfer.requests.results import SampleResult
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -35,6 +40,14 @@ class ReadsTexts(LoadsAdapters):
     @cached_property
     def _embeddings(self) -> Embeddings:
         return Embeddings(self.config)
+
+    @cached_property
+    def _classes(self) -> Classes:
+        return Classes(self.config)
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return Pairs(self.config, self._inputs.texts)
 
     @overload
     def embed(
@@ -88,8 +101,112 @@ class ReadsTexts(LoadsAdapters):
         """
         embeddings = self._embeddings
         with self.engine.alike():
-            count, before = embeddings.check_dimensions(dimensions), embeddings.find_prompt(prompt_name)
-        reading = Reading(embeddings.read, partial(embeddings.output, dimensions=count), before, prompt_name)
+            kept, before = embeddings.check_dimensions(dimensions), embeddings.find_prompt(prompt_name)
+        reading = Reading(embeddings.read, partial(embeddings.output, dimensions=kept), before, prompt_name)
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+
+    @overload
+    def classify(
+        self,
+        prompts: Iterator[Prompt],
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> Iterator[ClassificationOutput]: ...
+
+    @overload
+    def classify(
+        self,
+        prompts: SomePrompts,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[ClassificationOutput]: ...
+
+    @hints_for("classify", ())
+    def classify(
+        self,
+        prompts: SomePrompts | Iterator[Prompt],
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[ClassificationOutput] | Iterator[ClassificationOutput]:
+        """Compute each text's labels by a classifier, a checkpoint of a class such as Qwen3ForSequenceClassification.
+
+        prompts: as for embed, an iterator, too
+        use_tqdm: as for embed
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for embed
+
+        Returns the outputs in the texts' order. The numbers are those of transformers' pipeline "text-classification".
+
+        Raises ValueError as embed does, and for a checkpoint without a classifier's head.
+        """
+        self._classes.check("classify")
+        reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+
+    @overload
+    def rerank(
+        self,
+        query: str,
+        documents: Iterator[str],
+        instruction: str | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> Iterator[RerankOutput]: ...
+
+    @overload
+    def rerank(
+        self,
+        query: str,
+        documents: ListLike[str],
+        instruction: str | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[RerankOutput]: ...
+
+    @hints_for("rerank", ("query", "documents", "instruction"))
+    def rerank(
+        self,
+        query: str,
+        documents: ListLike[str] | Iterator[str],
+        instruction: str | None = None,
+        use_tqdm: UseTqdm = True,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[RerankOutput] | Iterator[RerankOutput]:
+        """Compute how well each document answers a query; returns the outputs in the documents' order.
+
+        A classifier of one label reads the pair as its tokenizer joins the two. Any other LLM that generates reads it
+        in the form of Qwen3-Reranker, which asks for yes or no.
+
+        query: a text
+        documents: texts; of an iterator, the outputs are one, as for embed
+        instruction: what the form says that the query asks for; None: "Given a web search query, retrieve relevant
+            passages that answer the query". For a classifier, an instruction asks for this form
+        use_tqdm: as for embed
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for embed
+
+        Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
+        """
+        is_classifier, numbers = self.config.description.labels is not None, count()
+        if is_classifier:
+            self._classes.check("rerank", 1)
+        read = LABELS if is_classifier else self._pairs.answers
+        make = self._classes.reranked if is_classifier else self._pairs.answered
+
+        def output(prompt: Prepared, result: SampleResult) -> RerankOutput:
+            return make(prompt, result, next(numbers))
+
+        reading = Reading(read, output, trim=self._classes.trim if is_classifier else as_it_is, name="documents")
+        if isinstance(documents, Iterator):
+            prompts: Any = self._pairs.prompts(query, documents, instruction, is_classifier)
+        else:
+            prompts = list(self._pairs.prompts(query, check_documents(documents), instruction, is_classifier))
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     def _read(

@@ -42,6 +42,77 @@ class EmbeddingOutput(Output):
         return self
 
 
+class ClassificationOutput(Output):
+    """What a classifier makes of a text, a dictionary whose keys are attributes too.
+
+    prompt: the text; None if the prompt was token ids
+    prompt_token_ids: its tokens, with those that the tokenizer adds, and without padding at the end
+    num_cached_tokens: this many of them came from the KV cache
+    label: the name of the label whose number in probs is the largest, as config.json's id2label has it; None if there
+        is an error
+    probs: [labels] float32: the softmax of logits; for several labels at once (problem_type) or a single one their
+        sigmoid; for a regression logits as they are; None if there is an error
+    logits: [labels] float32, the scores of the classifier's head; None if there is an error
+    error: why there are none of these, as for numbers that are not finite; else None
+
+    A ClassificationOutput has these attributes too, which are no keys, by vLLM's names:
+
+    outputs: itself, so that output.outputs.probs are the probs
+    num_classes: how many labels there are; 0 if there is an error
+    """
+
+    __slots__ = ()
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    label: str | None
+    probs: Vector | None
+    logits: Vector | None
+    error: str | None
+
+    @property
+    def outputs(self) -> ClassificationOutput:
+        """Itself."""
+        return self
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return 0 if self.probs is None else len(self.probs)
+
+
+class RerankOutput(Output):
+    """How well a document answers a query, a dictionary whose keys are attributes too.
+
+    index: the document's place among those of the call
+    document: its text
+    score: from 0 to 1: the probability of "yes" beside "no", or the sigmoid of a classifier's score; None if there is
+        an error
+    prompt_token_ids: the tokens of the pair
+    num_cached_tokens: this many of them came from the KV cache
+    error: why there is no score, as for numbers that are not finite; else None
+
+    A RerankOutput has this attribute too, which is no key, by vLLM's name:
+
+    outputs: itself, so that output.outputs.score is the score
+    """
+
+    __slots__ = ()
+
+    index: int
+    document: str
+    score: float | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    error: str | None
+
+    @property
+    def outputs(self) -> RerankOutput:
+        """Itself."""
+        return self
+
+
 def facts_of(prompt: Prepared, result: SampleResult) -> dict[str, Any]:
     """Return the keys that all these outputs have, for a text that has been read."""
     error = None

@@ -44,6 +44,7 @@ class Reading(Generic[SomeOutput]):
     output: makes a text's output of that
     before: stands before each text; before_name: what has asked for it, so that all prompts must be texts
     trim: leaves out tokens at the end that do not count
+    name: of the argument that has the texts
     """
 
     read: Read
@@ -51,6 +52,7 @@ class Reading(Generic[SomeOutput]):
     before: str = ""
     before_name: str | None = None
     trim: Callable[[Prepared], Prepared] = as_it_is
+    name: str = "prompts"
 
     def put_before(self, asked: Asked) -> Asked:
         """Return a prompt with what stands before it. Raises ValueError if that cannot be, and was asked for."""
@@ -106,7 +108,7 @@ class ComingTexts(SomeTexts):
     ) -> None:
         settings = settings_for(reading.read, adapter)
         self._coming = (
-            inputs.begin_text(f"prompts[{index}]", prompt, settings, reading.put_before)
+            inputs.begin_text(f"{reading.name}[{index}]", prompt, settings, reading.put_before)
             for index, prompt in enumerate(prompts)
         )
         self._finish, self._trim = inputs.finish, reading.trim
@@ -148,4 +150,6 @@ def texts_of(
         made = {name: settings_for(reading.read, name) for name in set(names)}
         return [made[name] for name in names]
 
-    return ListedTexts(inputs.check_texts(prompts, settings_of, reading.put_before), reading.trim, most_tokens)
+    return ListedTexts(
+        inputs.check_texts(reading.name, prompts, settings_of, reading.put_before), reading.trim, most_tokens
+    )

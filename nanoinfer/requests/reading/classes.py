@@ -1,0 +1,91 @@
+"""Classes: the labels of an LLM's classifier, and what makes probabilities of their scores."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import Config
+from nanoinfer.models.classes import CLASSIFIERS
+from nanoinfer.pooling.read import Read
+from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reading.outputs import ClassificationOutput, RerankOutput, Vector, facts_of
+from nanoinfer.requests.results import SampleResult
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LABELS = Read("labels")
+
+
+class Classes:
+    """Makes outputs of a classifier's scores, as transformers' pipeline and sentence-transformers' CrossEncoder do."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def _settings(self) -> PretrainedConfig:
+        return Checkpoint.open(self._config.model).hf_config
+
+    def check(self, call: str, count: int | None = None) -> None:
+        """Raise ValueError if the model is no classifier, or has another number of labels. call: begins the message"""
+        labels = self._config.description.labels
+        if not labels:
+            (name, *_) = self._settings.architectures
+            raise ValueError(f"{call}: {name} has no labels: must be one of {', '.join(CLASSIFIERS)}")
+        if count not in (None, labels):
+            raise ValueError(f"{call}: the model has {labels} labels: must have {count}; llm.classify takes any number")
+
+    def trim(self, prompt: Prepared) -> Prepared:
+        """Leave out padding at a prompt's end: transformers scores the last token that is none."""
+        ids, pad = prompt.prompt, self._settings.get_text_config().pad_token_id
+        if not isinstance(ids, list) or pad is None or ids[-1] != pad:
+            return prompt
+        last = next((place for place in reversed(range(len(ids))) if ids[place] != pad), 0)
+        return prompt._replace(prompt=ids[: last + 1])
+
+    def classified(self, prompt: Prepared, result: SampleResult) -> ClassificationOutput:
+        """Return the output of a text."""
+        logits, probs, label = result.pooled, None, None
+        if logits is not None:
+            probs = self._probabilities(logits)
+            label = self._settings.id2label[int(probs.argmax())]
+        return ClassificationOutput(facts_of(prompt, result), label=label, probs=probs, logits=logits)
+
+    def reranked(self, prompt: Prepared, result: SampleResult, index: int) -> RerankOutput:
+        """Return the output of a document, the one at `index`. The prompt's text is the document's."""
+        score = None if result.pooled is None else float(self._relevance(result.pooled)[0])
+        return rerank_output(prompt, result, index, score)
+
+    def _probabilities(self, logits: Vector) -> Vector:
+        """Return what transformers' pipeline does; scores of a regression stay as they are."""
+        kind = self._settings.problem_type
+        if kind == "regression":
+            return logits
+        return sigmoid(logits) if kind == "multi_label_classification" or len(logits) == 1 else softmax(logits)
+
+    def _relevance(self, logits: Vector) -> Vector:
+        """Return what CrossEncoder does: a sigmoid, unless its settings in config.json name no function."""
+        settings = getattr(self._settings, "sentence_transformers", None) or {}
+        return logits if str(settings.get("activation_fn")).endswith(".Identity") else sigmoid(logits)
+
+
+def sigmoid(x: Vector) -> Vector:
+    """Return 1 / (1 + exp(-x)) of each number."""
+    return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+def softmax(x: Vector) -> Vector:
+    """Return the shares that the exponentials of the numbers have."""
+    parts: Vector = np.exp(x - x.max())
+    return parts / parts.sum()
+
+
+def rerank_output(prompt: Prepared, result: SampleResult, index: int, score: float | None) -> RerankOutput:
+    """Return the output of a document, the one at `index`. The prompt's text is the document's."""
+    facts: dict[str, Any] = facts_of(prompt, result)
+    return RerankOutput(index=index, document=facts.pop("prompt"), score=score, **facts)
