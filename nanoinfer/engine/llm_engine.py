@@ -97,7 +97,7 @@ class LLMEngine:
             self.ranks.note("images", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
-        self.ranks.note("settings", params)
+        self.ranks.note("settings", params, params.read)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:
             seed = seed_of(params, self.config.seed, request_id)

@@ -142,7 +142,8 @@ class ReadsTexts(LoadsAdapters):
 
         Raises ValueError as embed does, and for a checkpoint without a classifier's head.
         """
-        self._classes.check("classify")
+        with self.engine.alike():
+            self._classes.check("classify")
         reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
@@ -194,20 +195,20 @@ class ReadsTexts(LoadsAdapters):
         Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
         """
         is_classifier, numbers = self.config.description.labels is not None, count()
-        if is_classifier:
-            self._classes.check("rerank", 1)
-        read = LABELS if is_classifier else self._pairs.answers
         make = self._classes.reranked if is_classifier else self._pairs.answered
+        trim = self._classes.trim if is_classifier else as_it_is
 
         def output(prompt: Prepared, result: SampleResult) -> RerankOutput:
             return make(prompt, result, next(numbers))
 
-        reading = Reading(read, output, trim=self._classes.trim if is_classifier else as_it_is, name="documents")
-        if isinstance(documents, Iterator):
-            prompts: Any = self._pairs.prompts(query, documents, instruction, is_classifier)
-        else:
-            prompts = list(self._pairs.prompts(query, check_documents(documents), instruction, is_classifier))
-        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+        with self.engine.alike():
+            if is_classifier:
+                self._classes.check("rerank", 1)
+            read = LABELS if is_classifier else self._pairs.answers
+            listed = documents if isinstance(documents, Iterator) else check_documents(documents)
+            pairs = self._pairs.prompts(query, listed, instruction, is_classifier)
+            prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
+        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
 
     def _read(
         self,
