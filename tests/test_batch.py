@@ -248,7 +248,7 @@ BAD = [
     ({"id": "f", "prompt": "refused"}, "prompt is refused"),
     ({"id": "g", "prompt": "fails"}, "it failed"),
     ({"custom_id": "h", "method": "GET", "url": "/v1/completions", "body": {}}, "method='GET': must be 'POST'"),
-    (openai("i", "/v1/embeddings", input="x"), "url='/v1/embeddings': must be '/v1/chat/completions' or"),
+    (openai("i", "/v1/images", input="x"), "url='/v1/images': must be '/v1/chat/completions' or"),
     ({"custom_id": "j", "method": "POST", "url": "/v1/completions"}, "body=None: must be a JSON object"),
     (openai("k", messages=CHAT, stream=True), "stream=True: a batch file's results come whole"),
     (openai("l", messages=CHAT, tools=[{}]), r"tools=\[\{\}\]: nobody reads tool calls"),

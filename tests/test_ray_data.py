@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -155,7 +156,10 @@ class TestRows:
 
     def test_rows_may_go_on_until_max_model_len(self, generator: Generator) -> None:
         params = [SamplingParams(max_tokens=most, ignore_eos=True, seed=1) for most in (3, None, 5)]
-        futures = [generator._engine.submit([30, 31], own) for own in params]
+        submit = generator._engine.submit
+        futures = [
+            submit(lambda llm, own=own: llm.prepare([30, 31], own), own.max_tokens or math.inf) for own in params
+        ]
         assert [len(future.result(60).token_ids) for future in futures] == [3, SMALL["max_model_len"] - 2, 5]
 
     def test_a_row_draws_what_the_line_of_a_batch_file_draws(self, generator: Generator, tmp_path: Path) -> None:

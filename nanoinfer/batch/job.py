@@ -72,13 +72,13 @@ def run(
     adapters: Folders | None = None,
     **options: Any,
 ) -> Summary:
-    """Generate for every line of a file, and write a line for each into another; go on where an earlier run ended.
+    """Generate for every line of a file, or embed, and write a line for each into another; go on where one has ended.
 
     Returns a Summary, which has the numbers of lines that have results (`done`) and errors (`errors`).
 
     input: a file of JSON lines, plain ({"id", "prompt" or "token_ids" or "messages", settings}) or as OpenAI's batches
-        have them. Beside a plain line's prompt or ids, "image" may hold an image, or a list of them. "-" is standard
-        input; names that end with .gz or .zst are compressed files
+        have them, of chats, completions and embeddings. Beside a plain line's prompt or ids, "image" may hold an image,
+        or a list of them. "-" is standard input; names that end with .gz or .zst are compressed files
     output: the file of results, which must be this job's if it has lines; "-" is standard output
     model: as for LLM
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are

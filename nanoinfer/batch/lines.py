@@ -8,13 +8,20 @@ from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from nanoinfer.batch.adapters import Models
+from nanoinfer.batch.embeddings import Embedding
 from nanoinfer.checks import check_flag, short
+from nanoinfer.llm import LLM
 from nanoinfer.requests.inputs import Prompt
+from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.sampling_params import SamplingParams, with_integer_keys
 
-Kind = Literal["plain", "chat", "completion"]
+Kind = Literal["plain", "chat", "completion", "embedding"]
 
-URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+URLS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/embeddings": "embedding",
+}
 PROMPTS: dict[Kind, tuple[str, ...]] = {
     "plain": ("prompt", "token_ids", "messages"),
     "chat": ("messages",),
@@ -50,11 +57,19 @@ class Line(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A line, and what it asks of LLM.add_request."""
+    """A line, and what it asks of LLM.add_request.
+
+    embedding: what it asks of LLM.embed in place of that; None: it generates
+    """
 
     line: Line
     prompt: Prompt
     params: SamplingParams
+    embedding: Embedding | None = None
+
+    def prepare(self, llm: LLM) -> list[ComingRequest]:
+        """Return its requests. Raises ValueError as LLM does."""
+        return [llm.prepare(self.prompt, self.params)] if self.embedding is None else self.embedding.prepare(llm)
 
 
 class LineError(ValueError):
@@ -108,6 +123,8 @@ def read_job(line: Line, defaults: Mapping[str, Any], seed: int, models: Models 
     """
     settings = dict(line.body)
     try:
+        if line.kind == "embedding":
+            return Job(line, "", SamplingParams(), Embedding.read(line.body, models))
         prompt = take_prompt(settings, PROMPTS[line.kind])
         if line.kind != "plain":
             settings = _translate(line.kind, {name: value for name, value in settings.items() if value is not None})

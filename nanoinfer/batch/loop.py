@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.batch.adapters import Models
@@ -45,6 +46,28 @@ def read_jobs(
             yield error
 
 
+@dataclass
+class Work:
+    """A line whose requests are on their way.
+
+    turn: that of its row; outputs: of its requests, in their order, None for those that have not ended
+    missing: how many these are; has_failed: the line has its row
+    """
+
+    turn: int
+    job: Job
+    outputs: list[Any]
+    missing: int
+    has_failed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were made, or read."""
+        if self.job.embedding is not None:
+            return sum(len(output.prompt_token_ids) for output in self.outputs)
+        return sum(len(sample.token_ids) for sample in self.outputs[0].samples)
+
+
 class Loop:
     """Runs jobs and writes their rows, in the order in which they end or in that of their lines."""
 
@@ -65,8 +88,8 @@ class Loop:
         self._report = report
         self._keep_order = keep_order
         self._max_errors = max_errors
-        self._coming: deque[tuple[int, Job, ComingRequest]] = deque()  # whose images are not prepared yet
-        self._running: dict[int, tuple[int, Job]] = {}  # by request id; the number is that of the row's turn
+        self._coming: deque[tuple[Work, int, ComingRequest]] = deque()  # whose images are not prepared yet
+        self._running: dict[int, tuple[Work, int]] = {}  # by request id; the number is its place among the line's
         self._held: dict[int, bytes] = {}  # rows that have come before their turn
         self._turn = self._num_turns = 0  # the turn of the next row to be written; of the next line
 
@@ -118,33 +141,49 @@ class Loop:
             self._fail(turn, job)
             return
         try:
-            self._coming.append((turn, job, self._llm.prepare(job.prompt, job.params)))
+            coming = job.prepare(self._llm)
         except ValueError as error:
             self._fail(turn, LineError(job.line, str(error)))
+            return
+        work = Work(turn, job, [None] * len(coming), len(coming))
+        self._coming.extend((work, place, request) for place, request in enumerate(coming))
 
     def _begin(self) -> None:
         """Queue the requests whose images are prepared, in the order of their lines; wait for one if none runs."""
         while self._coming and (self._coming[0][2].is_ready or not self._running):
-            turn, job, coming = self._coming.popleft()
+            work, place, coming = self._coming.popleft()
             try:
                 request_id = self._llm.add_request(coming)
             except ValueError as error:
-                self._fail(turn, LineError(job.line, str(error)))
+                self._fail_work(work, LineError(work.job.line, str(error)))
             else:
-                self._running[request_id] = turn, job
+                self._running[request_id] = work, place
 
     def _step(self) -> None:
         for output in self._llm.step():
-            turn, job = self._running.pop(output.request_id)
-            try:
-                row = result_row(job, output, self._model, self._llm)
-            except LineError as error:
-                self._fail(turn, error)
-            else:
-                self._put(turn, row)
-                self._progress.add(sum(len(sample.token_ids) for sample in output.samples))
-                if self._report is not None:
-                    self._report.add(job.line, output)
+            work, place = self._running.pop(output.request_id)
+            work.outputs[place] = output
+            work.missing -= 1
+            if not work.missing and not work.has_failed:
+                self._end(work)
+
+    def _end(self, work: Work) -> None:
+        """Write the row of a line whose requests have ended."""
+        try:
+            row = result_row(work.job, work.outputs, self._model, self._llm)
+        except LineError as error:
+            self._fail(work.turn, error)
+            return
+        self._put(work.turn, row)
+        self._progress.add(work.num_tokens)
+        if self._report is not None and work.job.embedding is None:
+            self._report.add(work.job.line, work.outputs[0])
+
+    def _fail_work(self, work: Work, error: LineError) -> None:
+        """Fail a line once, of whose requests others may run."""
+        if not work.has_failed:
+            work.has_failed = True
+            self._fail(work.turn, error)
 
     def _fail(self, turn: int, error: LineError) -> None:
         self._put(turn, error_row(error))

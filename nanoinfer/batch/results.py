@@ -39,20 +39,31 @@ def error_row(error: LineError) -> dict[str, Any]:
     return {**_envelope(line), "response": None, "error": {"code": "failed", **shown}}
 
 
-def result_row(job: Job, output: RequestOutput, model: str, llm: LLM) -> dict[str, Any]:
-    """Return the row of a line whose request has ended. Raises LineError if a sample has ended with an error.
+def result_row(job: Job, outputs: list[Any], model: str, llm: LLM) -> dict[str, Any]:
+    """Return the row of a line whose requests have ended. Raises LineError if one has ended with an error.
 
+    outputs: those of its requests: a RequestOutput, or EmbeddingOutputs
     model: the name that results in OpenAI's format have, if the line names none
-    llm: the one that the request ran in
+    llm: the one that the requests ran in
     """
     line = job.line
+    named = line.body.get("model")
+    told = named if named and isinstance(named, str) else model
+    if job.embedding is not None:
+        try:
+            return _response(line, job.embedding.body(outputs, told))
+        except ValueError as error:
+            raise LineError(line, str(error)) from None
+    output: RequestOutput = outputs[0]
     for sample in output.samples:
         if sample.finish_reason == "error":
             raise LineError(line, str(sample.stop_reason))
     if line.kind == "plain":
         return {"id": line.id, **_plain(output)}
-    named = line.body.get("model")
-    body = _completion(job, output, named if named and isinstance(named, str) else model, llm)
+    return _response(line, _completion(job, output, told, llm))
+
+
+def _response(line: Line, body: dict[str, Any]) -> dict[str, Any]:
     response = {"status_code": 200, "request_id": _name("req", line), "body": body}
     return {**_envelope(line), "response": response, "error": None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
 from operator import attrgetter
@@ -75,18 +75,33 @@ def build(
     _check_options(options)
     if (schema := dataset.schema(fetch_if_missing=False)) is not None:
         _check_columns(schema.names, shared)
-    ranks = check_int("tensor_parallel_size", options.get("tensor_parallel_size", 1), 1)
-    rows = check_int("max_num_seqs", options.get("max_num_seqs", Config.max_num_seqs), 1)
+    given = {"model": model, "sampling_params": sampling_params, "adapters": folders, **options}
+    return map_by(Generator, dataset, given, size, batch_size, max_concurrency, num_gpus, num_cpus)
+
+
+def map_by(
+    actor: type,
+    dataset: Dataset,
+    given: Mapping[str, Any],
+    size: int | None,
+    batch_size: int | None,
+    max_concurrency: int,
+    num_gpus: float | None,
+    num_cpus: float | None,
+) -> Dataset:
+    """Return a dataset mapped by actors of a class, whose constructor takes `given`; the rest: as for build."""
+    ranks = check_int("tensor_parallel_size", given.get("tensor_parallel_size", 1), 1)
+    rows = check_int("max_num_seqs", given.get("max_num_seqs", Config.max_num_seqs), 1)
     gpus, cpus, machines = _cluster()
     if num_gpus is None:
-        num_gpus = ranks if gpus and str(options.get("device")) != "cpu" else 0
+        num_gpus = ranks if gpus and str(given.get("device")) != "cpu" else 0
     if num_cpus is None:
         num_cpus = 1 if num_gpus else max(1, cpus // machines // 2)
     if size is None:
         size = max(1, int(gpus // num_gpus)) if num_gpus else machines
     return dataset.map_batches(
-        Generator,
-        fn_constructor_kwargs={"model": model, "sampling_params": sampling_params, "adapters": folders, **options},
+        actor,
+        fn_constructor_kwargs=dict(given),
         compute=ActorPoolStrategy(
             size=size, max_concurrent_calls_per_actor=max_concurrency, max_tasks_in_flight_per_actor=max_concurrency
         ),
@@ -136,7 +151,7 @@ class Generator:
         self._models = Models(model, tuple(folders))
         llm = LLM(model, **with_slots(options, folders))
         load_all(llm, folders)
-        self._engine = _Engine(llm)
+        self._engine = Engine(llm)
         self._seed = self._engine.llm.config.seed
 
     async def __call__(self, batch: DataBatch) -> AsyncIterator[pa.Table]:
@@ -154,7 +169,10 @@ class Generator:
     async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a row's new columns, without those that are null."""
         try:
-            output = await asyncio.wrap_future(self._engine.submit(*self._read(row)))
+            prompt, params = self._read(row)
+            most_tokens = math.inf if params.max_tokens is None else params.max_tokens
+            asked = self._engine.submit(lambda llm: llm.prepare(prompt, params), most_tokens)
+            output = await asyncio.wrap_future(asked)
             return _columns(output)
         except ValueError as error:
             return {"error": str(error)}
@@ -162,7 +180,7 @@ class Generator:
     def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
         image = row.pop(IMAGE, None)
-        settings = {name: value for name, given in row.items() if (value := _plain(given)) is not None}
+        settings = {name: value for name, given in row.items() if (value := plain(given)) is not None}
         if image is not None and self._engine.llm.config.description.is_multimodal:
             settings[IMAGE] = image  # an LLM that could see, and does not, refuses it
         key = settings.pop("id", None)
@@ -177,35 +195,39 @@ class Generator:
 
 
 class _Asked(NamedTuple):
-    prompt: Prompt
-    params: SamplingParams
-    future: Future[RequestOutput]
+    prepare: Callable[[LLM], ComingRequest]
+    most_tokens: float
+    future: Future[Any]
 
 
 class _Waiting(NamedTuple):
     coming: ComingRequest
     most_tokens: float
-    future: Future[RequestOutput]
+    future: Future[Any]
 
 
-class _Engine:
+class Engine:
     """An LLM on a thread of its own, which takes requests from any thread while others run."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()  # None: the end
-        self._running: dict[int, Future[RequestOutput]] = {}
+        self._running: dict[int, Future[Any]] = {}
         self._thread = Thread(target=self._run, name="nanoinfer", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Future[RequestOutput]:
-        """Queue a request. The future raises ValueError if it cannot run, and what the LLM raises while it runs."""
-        future: Future[RequestOutput] = Future()
+    def submit(self, prepare: Callable[[LLM], ComingRequest], most_tokens: float) -> Future[Any]:
+        """Queue a request. The future raises ValueError if it cannot run, and what the LLM raises while it runs.
+
+        prepare: makes the request; most_tokens: that it may get
+        """
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # who waits for it may go away, but cannot cancel it
-        self._asked.put(_Asked(prompt, params, future))
+        self._asked.put(_Asked(prepare, most_tokens, future))
         return future
 
     def close(self) -> None:
+        """End the thread, and close the LLM."""
         self._asked.put(None)
         self._thread.join()
         self.llm.close()
@@ -224,14 +246,16 @@ class _Engine:
                 self._add(waiting.pop(place))
             self._step()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> list[_Waiting]:
+    def _prepare(
+        self, prepare: Callable[[LLM], ComingRequest], most_tokens: float, future: Future[Any]
+    ) -> list[_Waiting]:
         """Return the request that waits now, or none if it cannot run."""
         try:
-            coming = self.llm.prepare(prompt, params)
+            coming = prepare(self.llm)
         except Exception as error:
             future.set_exception(error)
             return []
-        return [_Waiting(coming, math.inf if params.max_tokens is None else params.max_tokens, future)]
+        return [_Waiting(coming, most_tokens, future)]
 
     def _choose(self, waiting: list[_Waiting]) -> int | None:
         """Return the place of the first whose images are prepared; if nothing runs, that of the first."""
@@ -289,14 +313,14 @@ def _has_samples(names: list[str], shared: Mapping[str, Any]) -> bool:
     return shared["n"] > 1 or shared["logprobs"] is not None or "n" in names or "logprobs" in names
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a row's value without what a table adds: None for NaN, integers for whole floats, no key of null."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {key: plain for key, entry in value.items() if (plain := _plain(entry)) is not None}
+        return {key: own for key, entry in value.items() if (own := plain(entry)) is not None}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value

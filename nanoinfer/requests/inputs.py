@@ -12,7 +12,7 @@ from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
-from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared, SomeTokens, Tokens, ids_of
+from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
 from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader, check_generates
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import Texts
@@ -79,11 +79,19 @@ class Inputs:
         return self._prepare([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
     def begin_text(
-        self, name: str, prompt: object, settings: Settings, change: Callable[[Asked], Asked]
+        self,
+        name: str,
+        prompt: object,
+        settings: Settings,
+        change: Callable[[Asked], Asked],
+        output_of: OutputOf | None = None,
     ) -> ComingRequest:
-        """Check a prompt that is read, and let its images be prepared in other threads. change: as for check_texts"""
+        """Check a prompt that is read, and let its images be prepared in other threads.
+
+        change: as for check_texts; output_of: as for Prepared
+        """
         asked = change(self._read(name, prompt))
-        return ComingRequest(asked, settings, self._see(asked))
+        return ComingRequest(asked, settings, self._see(asked), output_of)
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
@@ -102,7 +110,8 @@ class Inputs:
         """Return a prompt ready to run, when its images are prepared."""
         asked, settings = coming.asked, coming.settings
         prompt = self._tokens_of(asked, coming.seen)
-        return Prepared(self._check_tokens(asked.name, prompt, settings.params), asked.text, *settings)
+        tokens = self._check_tokens(asked.name, prompt, settings.params)
+        return Prepared(tokens, asked.text, *settings, output_of=coming.output_of)
 
     def check_continuations(
         self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None

@@ -33,12 +33,20 @@ class Asked(NamedTuple):
     is_chat: bool = False
 
 
+OutputOf = Callable[[Any], Any]  # what makes the output of an AnyRequest that is read
+
+
 class ComingRequest(NamedTuple):
-    """A request whose images threads prepare; add_request takes it. seen: its prompt with them; None: it has none."""
+    """A request whose images threads prepare; add_request takes it.
+
+    seen: its prompt with them; None: it has none
+    output_of: as for Prepared
+    """
 
     asked: Asked
     settings: Settings
     seen: Future[VisionPrompt] | None
+    output_of: OutputOf | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -57,6 +65,7 @@ class Prepared(NamedTuple):
     prompt, params, grammar: its tokens, with images if there are some, and its settings
     text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
     seed, samples: as for LLMEngine.add_request
+    output_of: makes the output of a text that is read; None: the request generates
     """
 
     prompt: SomeTokens
@@ -65,6 +74,7 @@ class Prepared(NamedTuple):
     grammar: Grammar | None
     seed: int | None = None
     samples: range | None = None
+    output_of: OutputOf | None = None
 
     @property
     def token_ids(self) -> list[int]:

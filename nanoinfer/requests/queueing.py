@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
-from nanoinfer.requests.outputs import RequestOutput
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.sampling_params import SamplingParams
 
@@ -36,7 +37,8 @@ class QueuesRequests(LoadsAdapters):
     def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the request_id that its output will have.
 
-        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` has returned
+        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` or
+            `prepare_to_embed` has returned
         sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
 
         Raises ValueError as generate does.
@@ -49,8 +51,10 @@ class QueuesRequests(LoadsAdapters):
             with self._requests:
                 return self._requests.add(prepared).id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Any]:
         """Run one step of all queued requests; returns the outputs of the requests that ended with it.
+
+        Each is a RequestOutput, or an EmbeddingOutput if prepare_to_embed has made the request.
 
         If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
         """
@@ -58,7 +62,7 @@ class QueuesRequests(LoadsAdapters):
         with self._turn(), self._requests:
             if not self._requests.finished:  # abort may have ended some
                 self._requests.step()
-            return [request.output() for request in self._requests.take_finished()]
+            return [_output_of(request) for request in self._requests.take_finished()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has outputs to give."""
@@ -79,3 +83,8 @@ class QueuesRequests(LoadsAdapters):
         request = self._requests.find(request_id)
         if request is not None:
             self._requests.abort(request)
+
+
+def _output_of(request: AnyRequest) -> Any:
+    make = request.prompt.output_of
+    return request.output() if make is None else make(request)

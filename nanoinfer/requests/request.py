@@ -98,7 +98,7 @@ class Sample:
             prompt_logprobs=self._prompt_logprobs,
             kept_tokens=seq.kept_tokens if params.kept_tokens else None,
             routed_experts=self._routed_experts,
-            pooled=None if seq.finish_reason == "error" else seq.pooled,
+            pooled=seq.pooled if seq.finish_reason == "length" else None,
         )
 
     @property

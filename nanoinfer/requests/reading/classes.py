@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.models.classes import CLASSIFIERS
 from nanoinfer.pooling.read import Read
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, RerankOutput, Vector, facts_of
-from nanoinfer.requests.results import SampleResult
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,18 +49,18 @@ class Classes:
         last = next((place for place in reversed(range(len(ids))) if ids[place] != pad), 0)
         return prompt._replace(prompt=ids[: last + 1])
 
-    def classified(self, prompt: Prepared, result: SampleResult) -> ClassificationOutput:
+    def classified(self, request: AnyRequest) -> ClassificationOutput:
         """Return the output of a text."""
+        result = request.first_result()
         logits, probs, label = result.pooled, None, None
         if logits is not None:
             probs = self._probabilities(logits)
             label = self._settings.id2label[int(probs.argmax())]
-        return ClassificationOutput(facts_of(prompt, result), label=label, probs=probs, logits=logits)
+        return ClassificationOutput(facts_of(request, result), label=label, probs=probs, logits=logits)
 
-    def reranked(self, prompt: Prepared, result: SampleResult, index: int) -> RerankOutput:
-        """Return the output of a document, the one at `index`. The prompt's text is the document's."""
-        score = None if result.pooled is None else float(self._relevance(result.pooled)[0])
-        return rerank_output(prompt, result, index, score)
+    def reranked(self, request: AnyRequest, index: int) -> RerankOutput:
+        """Return the output of the document at `index`."""
+        return rerank_output(request, index, lambda logits: self._relevance(logits)[0])
 
     def _probabilities(self, logits: Vector) -> Vector:
         """Return what transformers' pipeline does; scores of a regression stay as they are."""
@@ -85,7 +86,9 @@ def softmax(x: Vector) -> Vector:
     return parts / parts.sum()
 
 
-def rerank_output(prompt: Prepared, result: SampleResult, index: int, score: float | None) -> RerankOutput:
-    """Return the output of a document, the one at `index`. The prompt's text is the document's."""
-    facts: dict[str, Any] = facts_of(prompt, result)
+def rerank_output(request: AnyRequest, index: int, score_of: Callable[[Vector], np.float32]) -> RerankOutput:
+    """Return the output of the document at `index`, whose text is the prompt's. score_of: takes what steps read"""
+    result = request.first_result()
+    score = None if result.pooled is None else float(score_of(result.pooled))
+    facts: dict[str, Any] = facts_of(request, result)
     return RerankOutput(index=index, document=facts.pop("prompt"), score=score, **facts)

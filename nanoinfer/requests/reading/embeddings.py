@@ -12,9 +12,8 @@ from nanoinfer.checks import as_int, short
 from nanoinfer.config import Config
 from nanoinfer.pooling.read import Read
 from nanoinfer.pooling.sentence_model import SentenceModel, read_sentence_model
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.reading.outputs import EmbeddingOutput, Vector, facts_of
-from nanoinfer.requests.results import SampleResult
 
 SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.normalize counts it
 
@@ -64,12 +63,12 @@ class Embeddings:
             raise ValueError(f"prompt_name={short(wanted)}: {known}")
         return prompts[wanted]
 
-    def output(self, prompt: Prepared, result: SampleResult, dimensions: int | None) -> EmbeddingOutput:
+    def output(self, request: AnyRequest, dimensions: int | None) -> EmbeddingOutput:
         """Return the output of a text. dimensions: as check_dimensions returns it"""
-        embedding = None
+        result, embedding = request.first_result(), None
         if result.pooled is not None:
-            embedding = self._embedding(result.pooled, len(prompt.token_ids), dimensions)
-        return EmbeddingOutput(facts_of(prompt, result), embedding=embedding)
+            embedding = self._embedding(result.pooled, len(request.prompt.token_ids), dimensions)
+        return EmbeddingOutput(facts_of(request, result), embedding=embedding)
 
     def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None) -> Vector:
         x = (pooled / tokens if self.read.needs_all else pooled).astype(np.float32, copy=False)

@@ -15,16 +15,16 @@ from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts import ComingRequest, Prepared
 from nanoinfer.requests.reading.classes import LABELS, Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import Pairs, check_documents
-from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, texts_of
-from nanoinfer.requests.results import SampleResult
+from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -99,11 +99,38 @@ class ReadsTexts(LoadsAdapters):
         Raises ValueError, before anything runs, as generate does, and for what the checkpoint does not allow. Of an
         iterator's texts it is raised when their turn comes.
         """
-        embeddings = self._embeddings
         with self.engine.alike():
-            kept, before = embeddings.check_dimensions(dimensions), embeddings.find_prompt(prompt_name)
-        reading = Reading(embeddings.read, partial(embeddings.output, dimensions=kept), before, prompt_name)
+            reading = self._embedding(prompt_name, dimensions)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+
+    def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
+        """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
+        made = self._embeddings
+        kept, before = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
+        return Reading(made.read, partial(made.output, dimensions=kept), before, prompt_name)
+
+    @hints_for("prepare_to_embed", ())
+    def prepare_to_embed(
+        self,
+        prompt: Prompt,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        adapter: str | None = None,
+    ) -> ComingRequest:
+        """Check a text, as `prepare` does for one that generates; add_request takes it, and step returns its output.
+
+        prompt: a string, a list of token ids, or a mapping, as for generate
+        prompt_name: as for embed
+        dimensions: as for embed
+        adapter: as in SamplingParams
+
+        Raises ValueError as embed does.
+        """
+        self.engine.check_open()
+        with self.engine.alike():
+            reading = self._embedding(prompt_name, dimensions)
+            settings = settings_for(reading.read, check_adapter("adapter", adapter))
+            return self._inputs.begin_text("prompt", prompt, settings, reading.put_before, reading.output)
 
     @overload
     def classify(
@@ -198,8 +225,8 @@ class ReadsTexts(LoadsAdapters):
         make = self._classes.reranked if is_classifier else self._pairs.answered
         trim = self._classes.trim if is_classifier else as_it_is
 
-        def output(prompt: Prepared, result: SampleResult) -> RerankOutput:
-            return make(prompt, result, next(numbers))
+        def output(request: AnyRequest) -> RerankOutput:
+            return make(request, next(numbers))
 
         with self.engine.alike():
             if is_classifier:
@@ -242,4 +269,4 @@ class ReadsTexts(LoadsAdapters):
 
         with closing(texts), self._turn(alone=True), self._requests:
             for request in read_all(self._requests, Room(self.config), take, texts.count, use_tqdm):
-                yield reading.output(request.prompt, request.first_result())
+                yield reading.output(request)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
-from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.results import SampleResult
 
 Vector = npt.NDArray[np.float32]
@@ -17,6 +17,7 @@ Vector = npt.NDArray[np.float32]
 class EmbeddingOutput(Output):
     """A text's embedding, a dictionary whose keys are attributes too.
 
+    request_id: the number that add_request returned; embed, classify and rerank number their texts too
     prompt: the text, with the prompt of prompt_name before it; None if the prompt was token ids
     prompt_token_ids: its tokens, with those that the tokenizer adds
     num_cached_tokens: this many of them came from the KV cache
@@ -30,6 +31,7 @@ class EmbeddingOutput(Output):
 
     __slots__ = ()
 
+    request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
@@ -45,6 +47,7 @@ class EmbeddingOutput(Output):
 class ClassificationOutput(Output):
     """What a classifier makes of a text, a dictionary whose keys are attributes too.
 
+    request_id: the number that add_request returned; embed, classify and rerank number their texts too
     prompt: the text; None if the prompt was token ids
     prompt_token_ids: its tokens, with those that the tokenizer adds, and without padding at the end
     num_cached_tokens: this many of them came from the KV cache
@@ -63,6 +66,7 @@ class ClassificationOutput(Output):
 
     __slots__ = ()
 
+    request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
@@ -85,6 +89,7 @@ class ClassificationOutput(Output):
 class RerankOutput(Output):
     """How well a document answers a query, a dictionary whose keys are attributes too.
 
+    request_id: as in EmbeddingOutput
     index: the document's place among those of the call
     document: its text
     score: from 0 to 1: the probability of "yes" beside "no", or the sigmoid of a classifier's score; None if there is
@@ -100,6 +105,7 @@ class RerankOutput(Output):
 
     __slots__ = ()
 
+    request_id: int
     index: int
     document: str
     score: float | None
@@ -113,14 +119,15 @@ class RerankOutput(Output):
         return self
 
 
-def facts_of(prompt: Prepared, result: SampleResult) -> dict[str, Any]:
+def facts_of(request: AnyRequest, result: SampleResult) -> dict[str, Any]:
     """Return the keys that all these outputs have, for a text that has been read."""
     error = None
     if result.pooled is None:
         error = f"the request has ended: {result.stop_reason or result.finish_reason}"
     return {
-        "prompt": prompt.text,
-        "prompt_token_ids": prompt.token_ids,
+        "request_id": request.id,
+        "prompt": request.prompt.text,
+        "prompt_token_ids": request.prompt.token_ids,
         "num_cached_tokens": result.num_cached_tokens,
         "error": error,
     }

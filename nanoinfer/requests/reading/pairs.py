@@ -9,10 +9,9 @@ from typing import Any
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.pooling.read import Read
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.reading.classes import rerank_output, softmax
 from nanoinfer.requests.reading.outputs import RerankOutput
-from nanoinfer.requests.results import SampleResult
 from nanoinfer.requests.text.texts import Texts
 
 BEGIN = (
@@ -79,10 +78,9 @@ class Pairs:
         return begin, end
 
     @staticmethod
-    def answered(prompt: Prepared, result: SampleResult, index: int) -> RerankOutput:
+    def answered(request: AnyRequest, index: int) -> RerankOutput:
         """Return the output of the document at `index`: how likely "yes" is, if only "no" could be in its place."""
-        score = None if result.pooled is None else float(softmax(result.pooled)[1])
-        return rerank_output(prompt, result, index, score)
+        return rerank_output(request, index, lambda logits: softmax(logits)[1])
 
 
 def check_documents(documents: object) -> list[Any]:

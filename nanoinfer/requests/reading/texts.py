@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 from nanoinfer.checks import short
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
-from nanoinfer.requests.results import SampleResult
 from nanoinfer.requests.settings import AdapterNames, Settings
 from nanoinfer.sampling_params import SamplingParams
 
@@ -48,7 +48,7 @@ class Reading(Generic[SomeOutput]):
     """
 
     read: Read
-    output: Callable[[Prepared, SampleResult], SomeOutput]
+    output: Callable[[AnyRequest], SomeOutput]
     before: str = ""
     before_name: str | None = None
     trim: Callable[[Prepared], Prepared] = as_it_is
