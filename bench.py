@@ -59,7 +59,10 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         status.begin("warming up")
         count = args.repeats or (3 if config.device == "cuda" else 1)
         first = work.repeat(count, config.description.vocab_size)[:1] if work.images else [[1, 2, 3]]
-        llm.generate(first, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        if recipe.only_reads:
+            llm.embed(first, use_tqdm=False)
+        else:
+            llm.generate(first, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         adapters, load_seconds = load_adapters(llm, args.adapters) if args.adapters else ([], None)
         repeats = []
         for index in range(count):
@@ -107,7 +110,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "startup_seconds": startup,
         "repeats": [repeat.seconds for repeat in repeats],
         "seconds": seconds,
-        "tokens_per_second": work.tokens_out / seconds,
+        "tokens_per_second": work.tokens_told / seconds,
         "bandwidth_bytes_per_second": bandwidth,
         "matrix_flops": flops,
         "layer_matrix_flops": {format.name: rate for format, rate in rates.items()},
@@ -147,6 +150,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder), room)
         return LLM(
             folder,
+            runner="pooling" if args.recipe.only_reads else "auto",
             tensor_parallel_size=args.tp,
             data_parallel_size=args.dp,
             attention_backend=args.backend,
@@ -287,6 +291,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--routing skewed: needs a --config with experts")
     if args.workload and WORKLOADS[args.workload].images and (args.config not in TOWERS or args.compare):
         parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
+    if args.workload and WORKLOADS[args.workload].only_reads and (args.compare or args.adapters or args.weights):
+        parser.error(f"--workload {args.workload}: generates nothing, without --compare, --adapters and --weights")
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
     if (args.weights or args.adapters) and args.dp > 1:

@@ -83,6 +83,7 @@ def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
         ("stream", 1, 128, 512, 128 + 512),
         ("prefix", 256, 142_827 + 256 * 1024, 133_966, 1024 + 2011),
         ("long", 8, 8 * 32768, 8 * 256, 32768 + 256),
+        ("embed", 10_000, 10_000 * 200, 0, 200),
         ("images", 256, 256 * 1090, 256 * 128, 1090 + 128),
         ("same-images", 256, 256 * 1090, 256 * 128, 1090 + 128),
     ],
@@ -158,7 +159,7 @@ class Shape:
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
     mlp_sizes, layer_inputs = (16, 16), None
-    names, formats, head_format = Names(), PLAIN_FORMATS, PLAIN
+    names, formats, head_format, generates = Names(), PLAIN_FORMATS, PLAIN, True
     expert_format = classmethod(Description.expert_format)
 
 
@@ -209,6 +210,15 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
     floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=with_fp8(Shape))
     assert floor.seconds(math.inf, 2e6, 1, {Fp8Format(): 3e6}) == pytest.approx(in_fp8)
+
+
+def test_the_floor_of_texts_that_are_read_has_no_logits_and_no_step_behind_their_prompts() -> None:
+    reader = type("Reader", (Shape,), {"generates": False, "attention_windows": (None, 2)})
+    floor = floor_of(bench.Workload([[1, 2, 3], [4, 5]], [0, 0]), model=reader)
+    assert floor.decode_steps == 0
+    assert bytes_of(floor) == 2 * LAYER * 2
+    seen = 4 * 16 * (3 * 3 / 2 + 2 * 2 / 2 + 2 * (3 - 1) + 2 * (2 - 1))
+    assert operations_of(floor) == 2 * 2 * LAYER * 5 + seen
 
 
 def test_the_floor_counts_the_bytes_of_a_smaller_cache_and_of_smaller_matrices() -> None:
@@ -582,6 +592,24 @@ def test_random_weights_and_json(
         "starting tiny", "warming up", "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3",
         "measuring the memory's bandwidth and the matrix rate",
     ]  # fmt: skip
+
+
+def test_embed_tells_the_rate_of_the_tokens_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    command = "--config tiny --workload embed --num-seqs 6 --device cpu --json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), str(file)])
+    bench.main()
+    figures = json.loads(file.read_text())
+    assert figures["workload"] == "embed 200 in, embedded"
+    assert (figures["tokens_in"], figures["tokens_out"], figures["decode_steps"]) == (1200, 0, 0)
+    assert figures["tokens_per_second"] == pytest.approx(1200 / figures["seconds"])
+    assert 0 < figures["fraction_of_floor"] < 1
+    for other in ("--compare transformers", "--adapters 1", "--weights"):
+        with pytest.raises(SystemExit):
+            bench.parse_args(["--workload", "embed", *other.split()])
+    assert "--workload embed: generates nothing" in capsys.readouterr().err
 
 
 def test_requests_name_adapters_in_turn(

@@ -57,6 +57,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "add-a-model.md": [""],
     "batch-files.md": ['"id": "juliet", "text": "More light', '"custom_id": "b"', "1 0\n"],
     "coming-from-elsewhere.md": ["weep.", "'ROMEO:\\nO", "More light", "weep."],
+    "embeddings.md": ["(192,) float32 [0.", "read 500"],
     "evaluation.md": [" window breaks? [-0.0", "perplexity 1."],
     "images.md": ["77 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],

@@ -71,6 +71,7 @@ class Floor:
         router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
+        with_logits = (*decode, last) if model.generates else ()
         head, routers = model.vocab_size * model.hidden_size, _router_weights(model)
         dense, expert = _layer_weights(model), _expert_weights(model)
         num_steps = sum(steps.count for steps in decode)
@@ -89,7 +90,7 @@ class Floor:
                 loads.append(Load(num_bytes, 2 * steps.rows * used * count, format))
             loads.append(Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers))
         in_head = model.head_format.weight_bytes(itemsize)
-        for steps in (*decode, last):
+        for steps in with_logits:
             loads.append(Load(steps.count * head * in_head, 2 * steps.rows * head, model.head_format))
         return cls(loads, num_steps)
 
@@ -121,7 +122,7 @@ def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
     own = [len(prompt) - work.prefix_len for prompt in work.prompts]
     firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
     shared = [0] * len(own) if work.samples == 1 else own
-    decoded = [out - 1 for out in work.output_lens]
+    decoded = [max(0, out - 1) for out in work.output_lens]
     numbers = 0
     for window, heads in zip(model.attention_windows, model.attending, strict=True):
         keys = work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))

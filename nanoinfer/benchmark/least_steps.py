@@ -77,7 +77,7 @@ def _begun_together(work: Workload, groups: Sequence[CacheGroup]) -> tuple[np.nd
     Blocks of a prefix that requests share are left out. Those of a prompt that samples share count once, or, where
     layers have a window and so give them back, not at all.
     """
-    longest = max(work.output_lens) - 1  # prefill gives each sequence its first token
+    longest = max(0, max(work.output_lens) - 1)  # prefill gives each sequence its first token
     rows, held, most = np.zeros(longest, int), np.zeros(longest, int), 1
     for prompt, out in zip(work.prompts, work.output_lens, strict=True):
         lengths = len(prompt) + np.arange(1, out)

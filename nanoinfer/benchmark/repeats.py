@@ -74,18 +74,24 @@ def time_repeat(
     status: StatusLine,
     adapters: ListLike[str] = (),
 ) -> Repeat:
-    """Generate all that the workload asks for, with the tokens of repeat `index`; `status` shows how far it is.
+    """Generate, or embed, all that the workload asks for, with repeat `index`'s tokens; `status` shows how far it is.
 
     adapters: the requests name these in turn
     """
     prompts = work.repeat(index, llm.config.description.vocab_size)
+    watch = Watch(work.tokens_out, status)
+    llm.engine.on_step = watch.add
+    if not work.tokens_out:
+        start = time.perf_counter()
+        read = llm.embed(prompts, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(output.embedding is not None for output in read)
+        return Repeat(start, seconds, watch.steps)
     named = cycle(adapters or [None])
     params = [
         replace(sampling, max_tokens=out, n=work.samples, adapter=adapter)
         for out, adapter in zip(work.output_lens, named, strict=False)
     ]
-    watch = Watch(work.tokens_out, status)
-    llm.engine.on_step = watch.add
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start

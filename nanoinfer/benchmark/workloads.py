@@ -185,7 +185,12 @@ class Recipe:
         prefix += f"one of {self.images} images of {vision.SIDE} x {vision.SIDE} + " if self.images else ""
         samples = f", {self.samples} samples" if self.samples > 1 else ""
         cache = f", {self.kv_tokens:,} in the KV cache" if self.kv_tokens else ""
-        return f"{prefix}{prompt} in, {output} out{samples}{cache}"
+        return f"{prefix}{prompt} in, {'embedded' if self.only_reads else f'{output} out'}{samples}{cache}"
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether texts are embedded, and get no token."""
+        return self.output_lens == (0, 0)
 
     def num_blocks(self, block_size: int) -> int | None:
         """Return how many blocks of so many tokens the KV cache has; None: as many as the memory holds."""
@@ -201,6 +206,7 @@ WORKLOADS = {
     "samples": Recipe(num_seqs=32, prompt_lens=(1024, 1024), output_lens=(512, 512), samples=16),
     "window": Recipe(num_seqs=16, prompt_lens=(16384, 16384), output_lens=(256, 256), max_model_len=16640),
     "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
+    "embed": Recipe(num_seqs=10_000, prompt_lens=(200, 200), output_lens=(0, 0)),
     "images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=256),
     "same-images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=16),
 }
@@ -208,7 +214,7 @@ WORKLOADS = {
 
 @dataclass
 class Workload:
-    """Prompts, and how many tokens to generate for each sample.
+    """Prompts, and how many tokens to generate for each sample; 0: they are embedded.
 
     prompts: their tokens, in which an image has all of its placeholders
     prefix_len: so many first tokens they share, with those of `prefixes` that have the same; in turn
@@ -248,6 +254,11 @@ class Workload:
     def tokens_out(self) -> int:
         """Generated tokens of one repeat."""
         return self.samples * sum(self.output_lens)
+
+    @property
+    def tokens_told(self) -> int:
+        """Tokens of which the rate is told: those that are generated, or read."""
+        return self.tokens_out or self.tokens_in
 
 
 def has_experts(name: str) -> bool:
