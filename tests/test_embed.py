@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.case import SHAPE
 from cases.readers import END, PROMPTS, TEXTS, change_json, save_sentence_model, spread_norms
-from conftest import whole_only
-from transformers import PreTrainedModel, Qwen3Config, Qwen3Model
+from conftest import of_each_kind, whole_only
+from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config, Qwen3Model
 
 from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.models.classes import BARE
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -243,6 +245,49 @@ def test_numbers_that_are_not_finite_end_their_text_alone(
     assert np.isfinite(good.embedding).all()
     assert bad.embedding is None
     assert "not finite" in bad.error
+
+
+@pytest.mark.parametrize("way", ["last", "mean"])
+def test_new_weights_in_the_middle_of_a_text(
+    way: str, save: Callable[..., str], make_llm: Callable[..., LLM], model: PreTrainedModel
+) -> None:
+    llm = make_llm(save(**WAYS[way]), **SMALL, max_num_batched_tokens=16)
+    prompt = list(range(2, 60))
+    (before,) = embed(llm, [prompt])
+    llm.reset_prefix_cache()
+    llm.add_request(llm.prepare_to_embed(prompt))
+    assert not [output for _ in range(3) for output in llm.step()]
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    weights["norm.weight"][:32] *= -1
+    llm.update_weights(weights)
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    np.testing.assert_allclose(outputs[0].embedding, before * np.repeat([-1, 1], 32), atol=1e-5)
+
+
+@pytest.mark.parametrize("stem", of_each_kind([(stem,) for stem in BARE], list(BARE).index("Gemma3TextModel")))
+def test_each_class_without_a_head(stem: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    kind = {"Gemma2Model": "gemma2", "Gemma3TextModel": "gemma3_text"}.get(stem, stem.removesuffix("Model").lower())
+    shape = {**SHAPE, "initializer_range": 0.2, "sliding_window": 24}
+    if stem == "Qwen2Model":
+        shape.pop("head_dim")
+    theirs = AutoModel.from_config(AutoConfig.for_model(kind, **shape), attn_implementation="eager").float().eval()
+    assert type(theirs).__name__ == stem
+    spread_norms(theirs)
+    theirs.save_pretrained(tmp_path)
+    prompts = [[3], list(range(2, 40)), list(range(2, 60))]
+    expected = torch.stack([state[-1] for state in hidden_of(theirs, prompts)])
+    ours = embed(make_llm(str(tmp_path), **SMALL), prompts)
+    np.testing.assert_allclose(ours, torch.nn.functional.normalize(expected).numpy(), atol=1e-4)
+
+
+def test_tokens_that_see_later_ones(tmp_path: Path) -> None:
+    """As EmbeddingGemma's do."""
+    config = AutoConfig.for_model("gemma3_text", **SHAPE, use_bidirectional_attention=True)
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True in its config is not supported"):
+        LLM(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize(

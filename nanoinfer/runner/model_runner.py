@@ -193,22 +193,22 @@ class ModelRunner:
         if config.device == "cuda":
             self._compile(trials)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            decode = self._measure_decode(trials) if config.description.generates else 0
+            decode, redrawn = self._measure_decode(trials) if config.description.generates else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
-            step_bytes += self.steps.logits_processors.working_bytes
-            step_bytes += BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
+            step_bytes += redrawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
         cache, block_bytes = self.holdings.kv_cache, self.holdings.cache_spec.block_bytes
         self.offload = plan_offload(
             config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
         )
         return step_bytes
 
-    def _measure_decode(self, trials: Trials) -> int:
-        """Run the largest decode steps; returns the bytes that they work in."""
+    def _measure_decode(self, trials: Trials) -> tuple[int, int]:
+        """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
         rows, length, shares = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
         largest = partial(self.steps.decode_rows, rows, length, shares)
-        return max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
+        most = max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
+        return most, self.steps.logits_processors.working_bytes
 
     def _measure_images(self) -> int:
         """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.

@@ -250,6 +250,9 @@ class ReadsTexts(LoadsAdapters):
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
             adapters = self._loras.load(self, lora_request) or check_adapter("adapter", adapter)
+            for name in set(adapters if isinstance(adapters, list) else [adapters]):
+                if name is not None:
+                    self.engine.adapters.check_is_loaded(name)
             most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
             texts = texts_of(prompts, reading, self._inputs, adapters, most_tokens)
         if isinstance(prompts, Iterator):
