@@ -25,7 +25,7 @@ ELSEWHERE = {
         ("page_size", "kvcache_block_size"),
         ("disable_cuda_graph", "enforce_eager"),
         ("inputs input_ids text_inputs prompt_token_ids sentences", "prompts"),
-        ("truncate_dim", "dimensions"),
+        ("truncate_dim pooling_params", "dimensions"),
         ("normalize_embeddings", "leave it out: the checkpoint's modules.json says whether embeddings have length 1"),
         ("conversation", "messages"),
         ("params generation_config", "sampling_params"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config, Qw
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.models.classes import BARE
+from nanoinfer.pooling.sentence_model import read_sentence_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -311,6 +313,22 @@ def test_what_a_checkpoint_asks_for_and_is_not_there(
     change_json(folder, file, **change)
     with pytest.raises(ValueError, match=named):
         make_llm(folder, device="cpu").embed(TEXTS)
+
+
+@pytest.mark.parametrize(("mode", "what"), [("lasttoken", "last"), ("mean_tokens", "mean"), ("cls_token", None)])
+def test_poolings_as_older_files_name_them(mode: str, what: str | None, folder: str, tmp_path: Path) -> None:
+    """As those of Qwen3-Embedding do."""
+    whole = shutil.copytree(folder, tmp_path / "old")
+    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    change_json(str(whole), "1_Pooling/config.json", pooling_mode=None, **modes)
+    modules = (whole / "modules.json").read_text("utf-8")
+    modules = re.sub(r"sentence_transformers\.[\w.]*\.(\w+)\"", r'sentence_transformers.models.\1"', modules)
+    (whole / "modules.json").write_text(modules, "utf-8")
+    if what is None:
+        with pytest.raises(ValueError, match="pooling_mode=cls: must be one of lasttoken, mean"):
+            read_sentence_model(str(whole))
+    else:
+        assert read_sentence_model(str(whole)).what == what
 
 
 def test_modules_that_are_not_there(save: Callable[..., str], make_llm: Callable[..., LLM]) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
 
-from nanoinfer.checks import check_adapter
+from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
@@ -249,6 +249,8 @@ class ReadsTexts(LoadsAdapters):
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
+            if lora_request is not None:
+                check_none("adapter", adapter, "lora_request names adapters")
             adapters = self._loras.load(self, lora_request) or check_adapter("adapter", adapter)
             for name in set(adapters if isinstance(adapters, list) else [adapters]):
                 if name is not None:
