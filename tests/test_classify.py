@@ -140,6 +140,25 @@ def test_new_weights_have_the_head(save: Save, make_llm: Callable[..., LLM]) -> 
     np.testing.assert_allclose(after.logits, 2 * before.logits, rtol=1e-6)
 
 
+def test_an_adapter_beside_the_layers(save: Save, make_llm: Callable[..., LLM]) -> None:
+    folder, prompts = save(), prompts_of_all_lengths()
+    model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            a, b = torch.randn(4, weight.shape[1]) * 0.2, torch.randn(weight.shape[0], 4) * 0.2
+            weight.data += b @ a
+            module = name.removesuffix(".weight")
+            tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    with torch.inference_mode():
+        changed = [model(torch.tensor([prompt])).logits[0].numpy() for prompt in prompts]
+    llm = make_llm(folder, **SMALL, max_adapters=1)
+    llm.load_adapter("mine", tensors, alpha=4)
+    for adapter, expected in (("mine", changed), (None, logits_of(folder, prompts))):
+        outputs = llm.classify(prompts, use_tqdm=False, adapter=adapter)
+        np.testing.assert_allclose([output.logits for output in outputs], expected, atol=1e-4)
+
+
 def test_a_checkpoint_without_a_head(save: Save, make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ValueError, match="classify: Qwen3ForCausalLM has no labels: must be one of Gemma2ForSeq"):
         make_llm(device="cpu").classify(["a"])

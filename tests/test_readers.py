@@ -14,6 +14,8 @@ import torch
 from cases.pictures import picture
 from cases.tuned import ALPHA, Tuned
 from conftest import greedy, of_each_kind, whole_only
+from test_spmd import Trainer
+from test_spmd import make as make_with_peers
 from torch.nn.functional import normalize
 from transformers import AutoModel
 
@@ -102,6 +104,31 @@ def test_images(runner: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             [each.embedding for each in llm.embed(iter(prompts), use_tqdm=False)], theirs, atol=1e-4
         )
+
+
+def embed_in_peers(runner: str) -> tuple[bool, list[list[float]], list[str]]:
+    """Embed in each process of a trainer; returns whether an iterator gives the same, the embeddings, and errors."""
+    errors = []
+    with make_with_peers(runner=runner, max_num_batched_tokens=50) as llm:
+        outputs = llm.embed(PROMPTS, use_tqdm=False)
+        streamed = list(llm.embed(iter(PROMPTS), use_tqdm=False))
+        for wrong in (lambda: llm.embed([[]]), lambda: llm.classify(PROMPTS), lambda: llm.embed(["a"], dimensions=0)):
+            with pytest.raises(ValueError) as error:
+                wrong()
+            errors.append(str(error.value))
+        same = all(np.array_equal(one.embedding, two.embedding) for one, two in zip(outputs, streamed, strict=True))
+    return same, [output.embedding.tolist() for output in outputs], errors
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_in_a_trainers_processes(runner: str, tmp_path: Path, bundled: np.ndarray) -> None:
+    trainer = Trainer("cpu", tmp_path)
+    try:
+        _, embeddings, errors = trainer.run(embed_in_peers, runner)
+    finally:
+        trainer.end()
+    np.testing.assert_allclose(embeddings, bundled, atol=1e-4)
+    assert [error.partition(":")[0] for error in errors] == ["prompts[0] is empty", "classify", "dimensions=0"]
 
 
 def test_sleep_and_new_weights(make_llm: Callable[..., LLM], bundled: np.ndarray) -> None:

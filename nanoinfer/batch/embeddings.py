@@ -65,5 +65,5 @@ class Embedding(NamedTuple):
     def _numbers(self, output: EmbeddingOutput) -> list[float] | str:
         assert output.embedding is not None
         if self.format == "float":
-            return [float(number) for number in output.embedding]
+            return list(output.embedding.tolist())
         return b64encode(output.embedding.astype("<f4").tobytes()).decode()
