@@ -433,7 +433,7 @@ class TestNames:
 
     def test_whatever_others_write_has_a_hint_and_is_no_name_of_ours(self) -> None:
         ours = {*inspect.signature(SamplingParams).parameters, *inspect.signature(Config).parameters}
-        for call in (BeamSearchParams, LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
+        for call in (BeamSearchParams, LLM.generate, LLM.chat, LLM.stream, LLM.embed, LLM.add_request, LLM.abort):
             ours |= inspect.signature(call).parameters.keys()
         assert not ours & ELSEWHERE.keys()
         for name, meant in ELSEWHERE.items():

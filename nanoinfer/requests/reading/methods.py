@@ -74,7 +74,7 @@ class ReadsTexts(LoadsAdapters):
     @hints_for("embed", ("prompt_name", "dimensions"))
     def embed(
         self,
-        prompts: SomePrompts | Iterator[Prompt],
+        prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
@@ -153,7 +153,7 @@ class ReadsTexts(LoadsAdapters):
     @hints_for("classify", ())
     def classify(
         self,
-        prompts: SomePrompts | Iterator[Prompt],
+        prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         use_tqdm: UseTqdm = True,
         adapter: str | None = None,
         lora_request: GivenLora = None,
@@ -196,7 +196,7 @@ class ReadsTexts(LoadsAdapters):
         lora_request: GivenLora = None,
     ) -> list[RerankOutput]: ...
 
-    @hints_for("rerank", ("query", "documents", "instruction"))
+    @hints_for("rerank", ())
     def rerank(
         self,
         query: str,
@@ -239,7 +239,7 @@ class ReadsTexts(LoadsAdapters):
 
     def _read(
         self,
-        prompts: SomePrompts | Iterator[Prompt],
+        prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         reading: Reading[SomeOutput],
         use_tqdm: UseTqdm,
         adapter: str | None,
