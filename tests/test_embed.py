@@ -344,3 +344,15 @@ def test_a_class_without_a_head_cannot_generate(folder: str) -> None:
         LLM(folder, device="cpu", runner="generate")
     with pytest.raises(ValueError, match="runner='draft': must be"):
         LLM(BUNDLED_MODEL, runner="draft")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["last", "mean"])
+def test_on_a_gpu(way: str, save: Callable[..., str], make_llm: Callable[..., LLM], model: PreTrainedModel) -> None:
+    llm = make_llm(save(**WAYS[way], normalises=False), **{**SMALL, "device": "cuda"})
+    prompts = prompts_of_all_lengths()
+    expected = np.stack(
+        [(state[-1] if way == "last" else state.mean(0)).numpy() for state in hidden_of(model, prompts)]
+    )
+    np.testing.assert_allclose(embed(llm, prompts), expected, atol=1e-2)
+    assert llm.engine.ranks.runner.graphs is None

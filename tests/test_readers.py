@@ -161,6 +161,18 @@ def test_beside_streams_and_requests(make_llm: Callable[..., LLM]) -> None:
     assert len(llm.generate(PROMPTS, greedy(1), use_tqdm=False)) == len(PROMPTS)
 
 
+def test_texts_that_are_aborted_and_an_llm_that_is_closed(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**OPTIONS, max_num_batched_tokens=32, max_num_seqs=2)
+    outputs = llm.embed(iter(PROMPTS * 20), use_tqdm=False)
+    first = next(outputs)
+    llm.abort(first.request_id + 2)
+    rest = [next(outputs) for _ in range(10)]
+    assert [output.error for output in rest if output.error] == ["the request has ended: abort"]
+    llm.close()
+    with pytest.raises(ValueError, match="is closed"):
+        list(outputs)
+
+
 def test_ctrl_c_leaves_the_llm_usable(make_llm: Callable[..., LLM], bundled: np.ndarray) -> None:
     llm = make_llm(**OPTIONS, max_num_batched_tokens=32)
 

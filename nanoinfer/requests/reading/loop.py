@@ -51,10 +51,12 @@ def read_all(
     take: Callable[[], Prepared | None],
     count: int | None,
     use_tqdm: UseTqdm,
+    check_open: Callable[[], None],
 ) -> Generator[AnyRequest, None, None]:
     """Queue texts while there is room, step, and yield the requests that have ended, in the order of the texts.
 
     take: returns the next text, or None behind the last one; count: of the texts, if known
+    check_open: raises an error if the engine can make no steps any more
     """
     added: deque[AnyRequest] = deque()
     has_more = True
@@ -69,6 +71,9 @@ def read_all(
                 added.append(requests.add(prompt))
                 num_added += 1
             results = requests.step() if requests.num_running else []
+            if not requests.num_running and added and added[0].num_running:
+                check_open()
+                raise RuntimeError("these texts were dropped: an abort was interrupted")
             newly = len(requests.take_finished())
             num_ended += newly
             if use_tqdm:

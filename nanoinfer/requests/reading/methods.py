@@ -273,5 +273,6 @@ class ReadsTexts(LoadsAdapters):
                 return prompt
 
         with closing(texts), self._turn(alone=True), self._requests:
-            for request in read_all(self._requests, Room(self.config), take, texts.count, use_tqdm):
+            how = take, texts.count, use_tqdm, self.engine.check_open
+            for request in read_all(self._requests, Room(self.config), *how):
                 yield reading.output(request)
