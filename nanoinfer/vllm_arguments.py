@@ -139,7 +139,7 @@ Line = tuple[str, Values, str]
 
 FOR_LLM: tuple[Line, ...] = (
     # The model and its files
-    ("convert", _only("auto", "none"), READS),
+    ("convert", _only("auto", "none", "embed"), READS),
     ("pooler_config override_pooler_config", DEFAULT, READS),
     ("model_impl", _only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
     ("config_format", _only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),

@@ -252,7 +252,10 @@ class TestOptions:
             ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights stay on the device"),
             ({"pipeline_parallel_size": 2}, r"must be None or 1: LLM\(tensor_parallel_size=..., data_parallel_size="),
             ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': the models are nanoinfer's own"),
-            ({"convert": "embed"}, "must be None, 'auto' or 'none': a checkpoint's files say how it is read"),
+            (
+                {"convert": "classify"},
+                "must be None, 'auto', 'none' or 'embed': a checkpoint's files say how it is read",
+            ),
             ({"skip_tokenizer_init": True}, r"must be None or False: .*SamplingParams\(detokenize=False\)"),
             ({"enable_return_routed_experts": True}, r"must be None or False: write LLM\(routed_experts=True\)"),
             ({"block_size": 0}, "must be None or a positive integer"),
