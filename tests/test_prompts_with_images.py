@@ -368,7 +368,7 @@ def test_pixels_are_made_ahead_and_once() -> None:
     scales = torch.tensor([[1.0] * 3, [2.0] * 3])[..., None].repeat(1, 1, 2)
     grid = {"grid": torch.ones(1, dtype=torch.int64)}
     sources = [Source("image", number, bytes([number])) for number in range(3)]
-    wanted = {source.key: PixelsOnDemand(grid, 56, scales, source, load) for source in sources}
+    wanted = {source.key: PixelsOnDemand(grid, 56, scales, 1, source, load) for source in sources}
     ahead = PixelsAhead(is_pinned=False)
     ahead.look(wanted)
     ahead.look(wanted)
