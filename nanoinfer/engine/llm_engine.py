@@ -154,7 +154,8 @@ class LLMEngine:
                 launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
             if self._has_images:
-                self._look_ahead(beside_decode=isinstance(step, DecodeStep))
+                # Ranks that plan by themselves encode together, and would differ in what threads have made by now.
+                self._look_ahead(beside_decode=isinstance(step, DecodeStep) and self.ranks.peers is None)
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:

@@ -211,7 +211,7 @@ class ModelRunner:
         image = largest_image(config)
         peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
         token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
-        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together
+        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of all ranks' images, and of a step together
 
     def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
