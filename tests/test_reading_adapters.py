@@ -65,6 +65,23 @@ def test_an_iterator_may_give_one_memory_again_and_again(ours: Rank) -> None:
     assert all_close(product(ours, gathered(), alpha=4), product(ours, tensors, alpha=4))
 
 
+def test_the_next_adapter_of_a_form_is_checked_too(ours: Rank) -> None:
+    """Whatever the last one was: its numbers, or its shapes and settings if they differ."""
+    first = product(ours, TENSORS, alpha=4)
+    assert all_close(product(ours, {A: TENSORS[A] * 3, B: TENSORS[B]}, alpha=4), [3 * added for added in first])
+    assert all_close(product(ours, TENSORS, alpha=8), [2 * added for added in first])
+    assert all_close(product(ours, {B: TENSORS[B], A: TENSORS[A]}, alpha=4), first)
+    with pytest.raises(ValueError, match=f"adapter='tuned': {Q} has numbers that are NaN"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A] * float("nan")}, alpha=4)
+    with pytest.raises(ValueError, match="the adapter may be another model's"):
+        product(ours, {B: TENSORS[B], A: torch.ones(4, 47)}, alpha=4)
+    with pytest.raises(ValueError, match="must be floats of 16 bits or more"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A].long()}, alpha=4)
+    with pytest.raises(ValueError, match="target_modules leave it out"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A]}, config={"r": 4, "target_modules": ["k_proj"]})
+    assert all_close(ours.added(0), first)
+
+
 def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(first, second, strict=True))
 
