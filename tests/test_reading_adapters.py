@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from nanoinfer.weights.adapters.bases import slot_rank
 from nanoinfer.weights.adapters.config import read_config
+from nanoinfer.weights.adapters.low_rank import LowRank
 from nanoinfer.weights.adapters.slots import Slots, clear, write
 from nanoinfer.weights.adapters.source import open_adapter
 
@@ -216,13 +217,14 @@ class TestSlots:
         assert all_close(ours.added(0), expected)
         assert ours.is_empty(1)
 
+    @pytest.mark.parametrize("rank", [4, slot_rank(MAX_RANK)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, ours: Rank) -> None:
+    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, rank: int, ours: Rank) -> None:
         """Whatever numbers the adapter has, the slots are of 16 bits."""
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]
-        b = torch.randn(64, 4).to(dtype)
-        write(ours.reader.read(open_adapter("tuned", {A: TENSORS[A], B: b}, alpha=1.3)), 0, slots)
-        (written,) = (one.b[0, :64, :4] for one in slots if one.b[0].any())
+        b = torch.randn(64, rank).to(dtype)
+        write({Q: LowRank(torch.ones(rank, 48), b, 1.3 / 4)}, 0, slots)
+        (written,) = (one.b[0, :64, :rank] for one in slots if one.b[0].any())
         assert torch.equal(written, (b.float() * (1.3 / 4)).bfloat16())
 
     @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

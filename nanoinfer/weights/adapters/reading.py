@@ -133,24 +133,24 @@ def _fitting(pair: Pair, stacks: list[Stack]) -> Stack:
 def _check_numbers(adapter: Adapter, dtype: torch.dtype) -> None:
     """Raise ValueError, naming a module, for numbers that are NaN, infinite, or too large for a slot of this dtype.
 
-    The host waits once for each device.
+    The host waits once for each device, unless one is near.
     """
-    on_devices: dict[torch.device, list[tuple[str, Tensor, float]]] = {}
-    for module, update in adapter.items():
-        for tensor, factor in ((update.a, 1.0), (update.b, abs(update.scale))):
-            on_devices.setdefault(tensor.device, []).append((module, tensor, factor))
-    for tensors in on_devices.values():
-        norms = torch._foreach_norm([tensor for _, tensor, _ in tensors], ord=float("inf"))
-        largest = torch.stack(norms).tolist()
-        if not _are_small(largest, [factor for _, _, factor in tensors], dtype):
-            for (module, _, factor), own in zip(tensors, largest, strict=True):
-                _check_largest(module, own, factor, dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    harmless = most / max(1.0, *(abs(update.scale) for update in adapter.values()))
+    for tensors in _by_device(adapter).values():
+        largest = torch.stack(torch._foreach_norm(tensors, ord=float("inf"))).tolist()
+        if not all(own <= harmless for own in largest):  # a NaN is not less than any
+            for module, update in adapter.items():
+                for tensor, factor in ((update.a, 1.0), (update.b, abs(update.scale))):
+                    _check_largest(module, float(tensor.abs().max()), factor, dtype)
 
 
-def _are_small(largest: list[float], factors: list[float], dtype: torch.dtype) -> bool:
-    """Whether no number is too large, by far: no number times the largest factor. A NaN is not less than any."""
-    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) / max(1.0, *factors)
-    return all(own <= most for own in largest)
+def _by_device(adapter: Adapter) -> dict[torch.device, list[Tensor]]:
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for a, b, _ in adapter.values():
+        tensors.setdefault(a.device, []).append(a)
+        tensors.setdefault(b.device, []).append(b)
+    return tensors
 
 
 def _check_largest(module: str, largest: float, factor: float, dtype: torch.dtype) -> None:

@@ -71,23 +71,23 @@ class Slots:
 
     def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a that an adapter writes in a slot, and what fills them."""
-        first, inputs = self.base.columns.start, self.base.inputs
-        for part in self.of(slot).parts:
-            if (update := adapter.get(part.module)) is not None:
-                yield _cut(part.a, 0, 0, update.rank), _cut(update.a, 1, first, inputs)
+        whole, columns = self.b.shape[2], self.base.columns
+        for module, rows, _ in self.of(slot).parts:
+            if (update := adapter.get(module)) is not None:
+                a, rank = update.a, update.rank
+                assert rank <= whole
+                yield rows if rank == whole else rows[:rank], a if a.shape[1] == self.base.inputs else a[:, columns]
 
     def copies_to_b(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the same of b, with the factor of what fills it."""
-        for part in self.of(slot).parts:
-            if (update := adapter.get(part.module)) is not None:
-                for section, rows in part.b:
-                    source = update.b if section.dim else _cut(update.b, 0, section.start, section.rows)
-                    yield _cut(rows, 1, 0, update.rank), source, update.scale
-
-
-def _cut(x: Tensor, dim: int, first: int, count: int) -> Tensor:
-    """Return neighbouring rows or columns. Often they are all, and an adapter has hundreds of matrices."""
-    return x if x.shape[dim] == count else x.narrow(dim, first, count)
+        whole = self.b.shape[2]
+        for module, _, sections in self.of(slot).parts:
+            if (update := adapter.get(module)) is not None:
+                rank, b = update.rank, update.b
+                for section, rows in sections:
+                    is_all = section.dim == 1 or section.rows == b.shape[0]
+                    source = b if is_all else b.narrow(0, section.start, section.rows)
+                    yield rows if rank == whole else rows[:, :rank], source, update.scale
 
 
 @torch.inference_mode()
@@ -116,7 +116,7 @@ def _scale(copies: list[tuple[Tensor, Tensor, float]]) -> list[tuple[Tensor, Ten
     if not copies:
         return []
     targets, sources, factors = map(list, zip(*copies, strict=True))
-    if all(_can_scale(source, target) for target, source, _ in copies):
+    if all(map(_can_scale, sources, targets)):
         return list(zip(targets, torch._foreach_mul(sources, factors), strict=True))
     sizes = [target.numel() for target in targets]
     memory = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)
