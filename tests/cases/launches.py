@@ -259,7 +259,7 @@ def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
 def adapt_row(weigh: Callable[..., OneRowWeight], name: str, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
     of_row, activation = (
-        RowAdapter(pairs_of(name, rank, dtype), numbers(1)),
+        RowAdapter.of(pairs_of(name, rank, dtype), AdapterRows.of(numbers(1), 8)),
         "silu" if name == "gates and ups" else None,
     )
     x, norm = empty(1, inputs, dtype=dtype), norm_of(inputs, dtype)

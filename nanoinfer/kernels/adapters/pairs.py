@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from nanoinfer.kernels.sorting import Groups, group_reference, group_triton
 
 FEW_ROWS = 512  # up to here narrow tiles, which keep more multiprocessors busy (not measured)
+BLANKS = 1 << 14  # that one launch writes: enough for a step of most models
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,23 @@ class SortedRows:
     size: int
 
 
+class Blanks:
+    """Room for what programs of one launch tell each other, float32: negative zeros, until they do.
+
+    A step has its own, because threads may run steps side by side.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._left = torch.empty(0, device=device)
+
+    def take(self, count: int) -> Tensor:
+        """Return room for `count` numbers, [count]. The first call takes a launch, and so do few of the others."""
+        if count > len(self._left):
+            self._left = torch.full((max(count, BLANKS),), -0.0, device=self._left.device)
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken
+
+
 @dataclass(frozen=True)
 class AdapterRows(SortedRows):
     """Which adapter each row of a step names, as all layers' products need it.
@@ -59,6 +78,7 @@ class AdapterRows(SortedRows):
     """
 
     slots: Tensor
+    blanks: Blanks
 
     @classmethod
     def of(cls, slots: Tensor, max_adapters: int) -> AdapterRows:
@@ -66,7 +86,7 @@ class AdapterRows(SortedRows):
         count = max_adapters + 1
         size = 16 if len(slots) <= FEW_ROWS else 64
         group = group_triton if slots.is_cuda else group_reference
-        return cls(max_adapters, group((slots % count).unsqueeze(1), count, size), size, slots)
+        return cls(max_adapters, group((slots % count).unsqueeze(1), count, size), size, slots, Blanks(slots.device))
 
 
 @triton.jit

@@ -38,9 +38,15 @@ def inbox_of(inboxes_ptr, rank, dtype: tl.constexpr):
 
 @triton.jit
 def send(inboxes_ptr, rank, place, x, mask):
-    """Write x to `place`, offsets in a rank's inbox; replace negative zeros by zeros."""
+    """Write x to `place`, offsets in a rank's inbox."""
     inbox = inbox_of(inboxes_ptr, rank, tl.pointer_type(x.dtype))
-    tl.store(inbox + place, tl.where(_is_empty(x), 0.0, x), mask=mask)
+    tl.store(inbox + place, as_message(x), mask=mask)
+
+
+@triton.jit
+def as_message(x):
+    """Replace negative zeros by zeros."""
+    return tl.where(_is_empty(x), 0.0, x)
 
 
 @triton.jit
@@ -92,9 +98,9 @@ def empty(ptrs, mask):
 
 @triton.jit
 def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
-    """Wait until another rank's message is at ptrs; return it, and if EMPTY leave the place empty.
+    """Wait until another rank's, or program's, message is at ptrs; return it, and if EMPTY leave the place empty.
 
-    stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined
+    stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined; None: one will
     """
     x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
     waiting = tl.max(_is_empty(x).to(tl.int32))
@@ -102,9 +108,10 @@ def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
     while waiting != 0:
         x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
         waiting = tl.max(_is_empty(x).to(tl.int32))
-        looks += 1
-        if looks % LOOKS == 0:
-            waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
+        if stop_ptr is not None:
+            looks += 1
+            if looks % LOOKS == 0:
+                waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
     if EMPTY:
         tl.debug_barrier()  # several threads may look at one place: none may empty it before all have seen the message
         empty(ptrs, mask)
