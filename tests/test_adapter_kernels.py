@@ -122,6 +122,22 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
     assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
 
 
+@pytest.mark.parametrize("slots", [[*range(MAX_ADAPTERS), -1] * 12, [-1] * 60], ids=["mixed", "none"])
+@pytest.mark.parametrize(("parts", "activation"), [((300, 70, 9), None), ((300, 300), "silu")], ids=["all", "gates"])
+def test_programs_go_over_many_tiles(
+    parts: tuple[int, ...], activation: Activation | None, slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each computes several blocks of outputs for several tiles of rows, where the device has few multiprocessors."""
+    pairs, rows = pairs_of(parts, 96, 16, torch.float32), rows_of(slots)
+    x, y = randn(len(slots), 96), randn(len(slots), sum(parts))
+    h = shrink_triton(x, pairs, rows)
+    expected = expand_triton(h, pairs, rows, y.clone(), activation)
+    assert_close(expected, expand_reference(h, pairs, rows, y.clone(), activation))
+    for multiprocessors in (1, 132):
+        monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda _, n=multiprocessors: n)
+        assert torch.equal(expand_triton(h, pairs, rows, y.clone(), activation), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize(("parts", "in_features", "rank"), [*SHAPES, ((4096, 1024, 1024), 4096, 16)])

@@ -97,3 +97,17 @@ def part_of(n, PARTS: tl.constexpr):
         end += PARTS[i]
         part += (n >= end).to(tl.int32)
     return part
+
+
+@triton.jit
+def outputs_of(block, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the part of a block of outputs, the outputs, and where the part ends. Each part has blocks of its own."""
+    part, start, stop = 0, block * BLOCK_N, PARTS[0]
+    before, first = 0, 0  # blocks and outputs of the parts before
+    for i in tl.static_range(1, len(PARTS)):
+        before += (PARTS[i - 1] + BLOCK_N - 1) // BLOCK_N
+        first += PARTS[i - 1]
+        part = tl.where(block >= before, i, part)
+        start = tl.where(block >= before, first + (block - before) * BLOCK_N, start)
+        stop = tl.where(block >= before, first + PARTS[i], stop)
+    return part, start + tl.arange(0, BLOCK_N), stop
