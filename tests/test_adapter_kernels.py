@@ -86,7 +86,9 @@ def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: li
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
+@pytest.mark.parametrize(
+    "parts", [(70, 70), (140,), (30, 40, 70)], ids=["gates and ups", "one tensor of both", "other parts"]
+)
 def test_gates_and_ups(parts: tuple[int, ...], activation: Activation) -> None:
     pairs, rows = pairs_of(parts, 96, 16, torch.float32), rows_of(MIXED)
     x, y = randn(len(MIXED), 96), randn(len(MIXED), 140)

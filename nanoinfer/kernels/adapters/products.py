@@ -28,7 +28,7 @@ from nanoinfer.kernels.launch import (
     start_successor,
     wait_for_predecessor,
 )
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
+from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block, gate_mul_reference
 from nanoinfer.kernels.linear.one_wave import add_product
 
 MAX_PIECES = 8
@@ -227,7 +227,8 @@ def expand_triton(
     assert pairs.b.is_contiguous()
     assert sum(pairs.parts) == weight_rows
     gated = activation is not None
-    assert not gated or pairs.parts in ((weight_rows,), (weight_rows // 2, weight_rows // 2))
+    if activation is not None and pairs.parts not in ((weight_rows,), (weight_rows // 2,) * 2):
+        return gate_mul(expand_triton(h, pairs, rows, y), activation)
     out_features = weight_rows // 2 if gated else weight_rows
     out = (pairs.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if pairs.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
