@@ -346,9 +346,11 @@ def _expand_kernel(
                     RANK,
                     GATED,
                 )
-                out = (y.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
+                # Of a sum, Triton makes a product that begins with y, but only where TOKENS_LEFT: these are other bits.
+                out = tl.fma(added, 1.0, y.to(tl.float32)).to(out_ptr.dtype.element_ty)
                 if GATED:
-                    out = gate_mul_block(out, (up.to(tl.float32) + up_added).to(out.dtype), ACTIVATION)
+                    up = tl.fma(up_added, 1.0, up.to(tl.float32)).to(out.dtype)
+                    out = gate_mul_block(out, up, ACTIVATION)
                 tl.store(out_ptr + row * out_features + n[None, :], out, mask=mask)
         matrix, first, end = next_matrix, next_first, next_end
 
