@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import load_complete
 from nanoinfer.kernels.sorting import Groups, group_reference, group_triton
 
 FEW_ROWS = 512  # up to here narrow tiles, which keep more multiprocessors busy (not measured)
@@ -87,6 +88,19 @@ class AdapterRows(SortedRows):
         size = 16 if len(slots) <= FEW_ROWS else 64
         group = group_triton if slots.is_cuda else group_reference
         return cls(max_adapters, group((slots % count).unsqueeze(1), count, size), size, slots, Blanks(slots.device))
+
+    def named(self) -> list[int]:
+        """Return the slots that rows name, once each."""
+        return [slot for slot in self.slots.unique().tolist() if slot >= 0]
+
+
+@triton.jit
+def load_tile(tiles_ptr, tile, tiles, slots):
+    """Return the matrix of a tile of rows, or -1, and where it begins and ends: behind the last, where it begins."""
+    places, exists = tiles_ptr + tile * 3, tile < tiles
+    slot = load_complete(places, exists, 0)  # of `slots`, and of one more for none; then those of other experts
+    matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
+    return matrix, load_complete(places + 1, exists, 0), load_complete(places + 2, exists, 0)
 
 
 @triton.jit

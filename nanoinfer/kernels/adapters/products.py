@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, outputs_of
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, load_tile, outputs_of
 from nanoinfer.kernels.launch import (
     early_launch,
     fetch,
@@ -56,7 +56,7 @@ def shrink(x: Tensor, pairs: Pairs, rows: AdapterRows, h: Tensor | None = None) 
 def shrink_reference(x: Tensor, pairs: Pairs, rows: AdapterRows) -> Tensor:
     """shrink in torch, of one piece: the host goes over the slots."""
     h = torch.zeros(1, len(x), pairs.a.shape[1], device=x.device)
-    for slot in _slots_of(rows):
+    for slot in rows.named():
         own = rows.slots == slot
         h[0, own] = (x[own] @ pairs.a[slot].t()).float()
     return h
@@ -110,15 +110,6 @@ def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = 
     return h
 
 
-@triton.jit
-def _load_tile(tiles_ptr, tile, tiles, slots):
-    """Return the matrix of a tile, or -1, and where the tile begins and ends: behind the last, where it begins."""
-    places, exists = tiles_ptr + tile * 3, tile < tiles
-    slot = load_complete(places, exists, 0)  # of `slots`, and of one more for none; then those of other experts
-    matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
-    return matrix, load_complete(places + 1, exists, 0), load_complete(places + 2, exists, 0)
-
-
 @triton.jit(do_not_specialize=["tokens", "slots", "shares"])
 def _shrink_kernel(
     x_ptr,
@@ -145,7 +136,7 @@ def _shrink_kernel(
     CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     piece = tl.program_id(1)
-    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(2), tl.num_programs(2), slots)
+    matrix, first, end = load_tile(tiles_ptr, tl.program_id(2), tl.num_programs(2), slots)
     position = first + tl.arange(0, BLOCK_M)
     exists = position < end
     row = load_complete(choices_ptr + position, exists, 0)
@@ -206,16 +197,12 @@ def expand_reference(
     inputs, sizes = h.sum(dim=0).to(pairs.b.dtype).split(pairs.rank, dim=1), cut or pairs.parts
     ends = list(accumulate(pairs.parts))
     own_inputs = [inputs[bisect(ends, first)] for first in accumulate(sizes[:-1], initial=0)]
-    for slot in _slots_of(rows):
+    for slot in rows.named():
         own = rows.slots == slot
         matrices = pairs.b[slot].split(list(sizes))
         delta = torch.cat([part[own] @ b.t() for part, b in zip(own_inputs, matrices, strict=True)], dim=1)
         y[own] = (y[own].float() + delta.float()).to(y.dtype)
     return y if activation is None else gate_mul_reference(y, activation)
-
-
-def _slots_of(rows: AdapterRows) -> list[int]:
-    return [slot for slot in rows.slots.unique().tolist() if slot >= 0]
 
 
 def expand_triton(
@@ -268,11 +255,12 @@ def expand_triton(
 def _divide(blocks: int, rows: SortedRows, programs: int) -> tuple[int, tuple[int, int]]:
     """Return how many blocks of outputs in a row a program computes for each of its tiles of rows, and the grid.
 
+    programs: that run at once; if there were more, the last ones would take as long again
     The L1 cache keeps h from one block to the next. This counts as many tiles as the rows fill if they name one slot.
     """
     span = min(triton.cdiv(blocks * triton.cdiv(len(rows.groups.choices), rows.size), programs), MAX_SPAN)
     spans = triton.cdiv(blocks, span)
-    return span, (spans, min(triton.cdiv(programs, spans), len(rows.groups.tiles)))
+    return span, (spans, min(max(programs // spans, 1), len(rows.groups.tiles)))
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "tiles", "blocks", "span"])
@@ -304,18 +292,16 @@ def _expand_kernel(
     ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
     weight_rows = out_features * 2 if GATED else out_features
     first_block, tile = tl.program_id(0) * span, tl.program_id(1)
-    matrix, first, end = _load_tile(tiles_ptr, tile, tiles, slots)
+    matrix, first, end = load_tile(tiles_ptr, tile, tiles, slots)
     if (first < end) & (matrix >= 0):
         _, n, _ = outputs_of(first_block, PARTS, BLOCK_N)
-        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
-        fetch(b_ptr + row_of_b * RANK, EARLY)
-        if GATED:
-            fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
+        _fetch_b(b_ptr, matrix, n, out_features, RANK, GATED, EARLY)
     wait_for_predecessor(EARLY)
     of_piece, r = tokens.to(tl.int64) * columns, tl.arange(0, BLOCK_R)
     while first < end:
         tile += tl.num_programs(1)
-        next_matrix, next_first, next_end = _load_tile(tiles_ptr, tile, tiles, slots)
+        next_matrix, next_first, next_end = load_tile(tiles_ptr, tile, tiles, slots)
+        is_other = (next_first < next_end) & (next_matrix >= 0) & (next_matrix != matrix)
         if ALL | (matrix >= 0):
             position = first + tl.arange(0, BLOCK_M)
             exists = (position < end)[:, None]
@@ -332,6 +318,8 @@ def _expand_kernel(
                     y = tl.load(y_ptrs, mask=mask, other=0.0)
                 if GATED:
                     up = tl.load(y_ptrs + out_features, mask=mask, other=0.0)
+                if is_other:  # its own loads would wait until this block is stored
+                    _fetch_b(b_ptr, next_matrix, n, out_features, RANK, GATED, EARLY)
                 b_ptrs = b_ptr + (matrix.to(tl.int64) * weight_rows + n)[:, None] * RANK + r[None, :]
                 has_b = (n < tl.where(matrix >= 0, stop, 0))[:, None]
                 added, up_added = _multiply(
@@ -353,6 +341,16 @@ def _expand_kernel(
                     out = gate_mul_block(out, up, ACTIVATION)
                 tl.store(out_ptr + row * out_features + n[None, :], out, mask=mask)
         matrix, first, end = next_matrix, next_first, next_end
+
+
+@triton.jit
+def _fetch_b(b_ptr, matrix, n, out_features, RANK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):
+    """Let the L2 cache fetch the rows n of a matrix, and if GATED those of the ups."""
+    weight_rows = out_features * 2 if GATED else out_features
+    row = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+    fetch(b_ptr + row * RANK, EARLY)
+    if GATED:
+        fetch(b_ptr + (row + out_features) * RANK, EARLY)
 
 
 @triton.jit
