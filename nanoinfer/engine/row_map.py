@@ -76,7 +76,7 @@ class RowMap:
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
-        grown = [_describe_block(seq, group) for seq, group in step.grown]
+        grown = [(seq.row, group, column, seq.block_tables[group][column]) for seq, group, column in step.grown]
         prefixes = self._new_prefixes()
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, self._shares, prefixes)
         if self._may_adapt:
@@ -109,11 +109,6 @@ class RowMap:
             self.seqs[hole] = seq
         del self.seqs[num_rows:]
         return moves
-
-
-def _describe_block(seq: Sequence, group: int) -> tuple[int, int, int, int]:
-    table = seq.block_tables[group]
-    return seq.row, group, len(table) - 1, table[-1]
 
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:
