@@ -1,0 +1,118 @@
+"""Budget: for how many guesses the next decode step has places."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+
+TRY_EVERY = 32  # decode steps. A step that verifies in vain costs at most a tenth of one: 0.3% of the time
+NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
+
+Size = tuple[int, int]  # rows, and places for guesses
+
+
+class Budget:
+    """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
+
+    It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
+    alike, if they have the same table.
+
+    What guesses bring, tokens for each row that may guess, is known by the places that such a row had. A size that has
+    not run lately is tried now and then, if it could be the best.
+    """
+
+    def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
+        """sizes: of the verifying steps that there are; a step takes the next larger number of rows.
+
+        times: seconds of some sizes, and of plain steps, which have 0 places
+        may_decline: no guess is verified where plain steps are expected to be faster
+        """
+        self._rows = sorted({rows for rows, _ in sizes})
+        self._options = {rows: sorted(guesses for own, guesses in sizes if own == rows) for rows in self._rows}
+        plain = {rows: seconds for (rows, guesses), seconds in times.items() if guesses == 0}
+        verifying = {rows + guesses: seconds for (rows, guesses), seconds in times.items() if guesses}
+        most = self._rows[-1] if self._rows else 0
+        self._plain_times = _fill(plain, most)
+        self._times = _fill(verifying, max([rows + guesses for rows, guesses in sizes], default=0))
+        self._max_guesses = max_guesses
+        self._may_decline = may_decline
+        self._gains: dict[int, float] = {}  # tokens beyond the first, by places; both for each row that may guess
+        self._ran: dict[int, int] = {}  # the number of the step that had these places last
+        self._num_steps = 0
+        self._tried = -TRY_EVERY  # the step that was the last trial
+
+    def choose(self, num_rows: int, num_guessing: int) -> int:
+        """Return the places for guesses of the next step; 0: it is to be a plain one.
+
+        num_guessing: of the rows, those that may guess
+        """
+        options = self._options_of(num_rows)
+        self._num_steps += 1
+        if not options or num_guessing == 0:
+            return 0
+        rates = {guesses: self._rate(num_rows, num_guessing, guesses) for guesses in options}
+        if self._may_decline:
+            rates[0] = num_rows / self._plain_times[num_rows]
+        best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
+        if self._num_steps - self._tried >= TRY_EVERY:
+            others = [guesses for guesses in options if self._could_beat(rates[best], num_rows, num_guessing, guesses)]
+            if others:
+                best = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
+                self._tried = self._num_steps
+        if best:
+            self._ran[self._places(best, num_guessing)] = self._num_steps
+        return best
+
+    def least(self, num_rows: int) -> int:
+        """Return the fewest places that a verifying step of so many rows has; 0: there is no such step."""
+        return min(self._options_of(num_rows), default=0)
+
+    def note(self, num_guessing: int, guesses: int, num_accepted: int) -> None:
+        """Learn from a step that had places for guesses; num_accepted: tokens that these have brought."""
+        if num_guessing:
+            places, gain = self._places(guesses, num_guessing), num_accepted / num_guessing
+            before = self._gains.get(places, gain)
+            self._gains[places] = before + NEWEST * (gain - before)
+
+    def _options_of(self, num_rows: int) -> list[int]:
+        index = bisect_left(self._rows, num_rows)
+        return self._options[self._rows[index]] if num_rows > 0 and index < len(self._rows) else []
+
+    def _places(self, guesses: int, num_guessing: int) -> int:
+        return min(self._max_guesses, guesses // num_guessing)
+
+    def _time(self, num_rows: int, guesses: int) -> float:
+        return self._times[self._rows[bisect_left(self._rows, num_rows)] + guesses]
+
+    def _rate(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+        """Return the tokens per second that a step is expected to give."""
+        gain = self._gain(self._places(guesses, num_guessing))
+        return (num_rows + gain * num_guessing) / self._time(num_rows, guesses)
+
+    def _gain(self, places: int) -> float:
+        """Return what so many places for a row are expected to bring: as much as other numbers did, at most."""
+        if places in self._gains or not self._gains:
+            return self._gains.get(places, 0.0)
+        nearest = min(self._gains, key=lambda known: abs(known - places))
+        return min(float(places), self._gains[nearest])
+
+    def _could_beat(self, rate: float, num_rows: int, num_guessing: int, guesses: int) -> bool:
+        """Whether a size would be better than this rate if all its guesses held, and has not run lately."""
+        places = self._places(guesses, num_guessing)
+        is_old = self._num_steps - self._ran.get(places, -TRY_EVERY) >= TRY_EVERY
+        most = num_rows + min(guesses, self._max_guesses * num_guessing)
+        return is_old and most / self._time(num_rows, guesses) > rate
+
+
+def _fill(known: Mapping[int, float], most: int) -> list[float]:
+    """Return the times for 0 to `most` of something, on straight lines between those that are known."""
+    if not known:
+        return [1.0] * (most + 1)
+    points = sorted(known.items())
+    times = [points[0][1]] * (points[0][0] + 1)
+    for (low, before), (high, after) in pairwise(points):
+        times += [before + (after - before) * (place - low) / (high - low) for place in range(low + 1, high + 1)]
+    slope = points[-1][1] / max(1, points[-1][0])  # behind the last, times grow in proportion at most
+    times += [slope * place for place in range(len(times), most + 1)]
+    return times[: most + 1]

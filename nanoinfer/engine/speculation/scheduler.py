@@ -1,0 +1,158 @@
+"""SpeculatingScheduler: plans steps that may give a sequence several tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.speculation.ahead import Ahead
+from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.runner.logits.settings import is_plain
+
+
+class SpeculatingScheduler(Scheduler):
+    """A Scheduler whose decode steps may verify guesses. The device alone knows how many of them hold.
+
+    So a running sequence has two lengths, which reading back brings together (see Ahead):
+
+    - at most: blocks are there for all tokens that steps in flight may add. num_scheduled counts these tokens
+    - at least: windows keep what the first of the queries to come sees
+
+    A sequence stays in verifying steps until it has certainly ended: the device gives a row that has ended no further
+    token. A plain step, in which no row looks at its end, only comes while all its sequences certainly go on.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        long_from: int | None,
+        budget: Budget,
+        max_guesses: int,
+    ) -> None:
+        """budget: says how many guesses a step has places for; the others: as for Scheduler and LLM."""
+        super().__init__(block_manager, max_num_seqs, max_num_batched_tokens, long_from)
+        self.budget = budget
+        self._max_guesses = max_guesses
+
+    def _start(self, seq: Sequence) -> None:
+        is_short = self.long_from is not None and not seq.is_long
+        end = min(seq.max_len, self.long_from + 1) if self.long_from is not None and is_short else seq.max_len
+        may_guess = is_plain(seq.params) and seq.num_output_tokens >= seq.params.min_tokens
+        # The prompt's last chunk gives the first token.
+        seq.ahead = Ahead(end, self._max_guesses if may_guess else 0, num_steps=1, most_tokens=1)
+        seq.check_at = self.block_manager.next_end(len(seq))
+        super()._start(seq)
+
+    def _check(self, seq: Sequence) -> None:
+        """Let a sequence leave if the steps in flight certainly take it to its end."""
+        if len(seq) + _ahead(seq).num_steps >= _ahead(seq).end:
+            seq.status = SequenceStatus.ENDING
+            self.decoding.remove(seq)
+
+    def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
+        guesses = self._choose_guesses()
+        if guesses == 0:
+            if not self._goes_on():
+                assert in_flight
+                return None  # what is read back tells which sequences go on
+            self._find_full(0)
+            if not self._make_room(in_flight):
+                return None
+        if not self.decoding:
+            return None
+        grown = [(seq, *place) for seq in self.full for place in self.block_manager.append(seq, _count(seq, guesses))]
+        self.full.clear()
+        return self._advance(grown, guesses)
+
+    def _choose_guesses(self) -> int:
+        """Return for how many guesses the next step has places and blocks; 0: it is to be a plain one."""
+        num_guessing = sum(_ahead(seq).most_guesses > 0 for seq in self.decoding)
+        guesses = self.budget.choose(len(self.decoding), num_guessing)
+        if guesses == 0 and not self._goes_on():
+            guesses = self.budget.least(len(self.decoding))
+        if guesses:
+            self._find_full(guesses)
+            needed = sum(self.block_manager.num_needed(seq, _count(seq, guesses)) for seq in self.full)
+            if needed > self.block_manager.num_free:
+                return 0
+        return guesses
+
+    def _goes_on(self) -> bool:
+        """Whether each decoding sequence certainly has room for the token of another plain step."""
+        return all(seq.num_scheduled + 1 < _ahead(seq).end for seq in self.decoding)
+
+    def _find_full(self, guesses: int) -> None:
+        num_needed = self.block_manager.num_needed
+        self.full = [seq for seq in self.decoding if num_needed(seq, _count(seq, guesses))]
+
+    def _advance(self, grown: list[tuple[Sequence, int, int]], guesses: int) -> DecodeStep:
+        """Count the next step in, which has so many guesses."""
+        seqs, longest = self.decoding.copy(), 0
+        for seq in seqs:
+            own = _ahead(seq)
+            seq.num_scheduled += _count(seq, guesses)
+            own.most_tokens += own.reach(guesses)
+            own.num_steps += 1
+            longest = max(longest, seq.num_scheduled)
+            self._check(seq)
+        return DecodeStep(seqs, grown, [], longest, guesses)
+
+    def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int | list[int]]]) -> tuple[list[Sequence], int]:
+        """Take the tokens of the oldest step in flight, as Scheduler does; a list has those that a sequence got."""
+        self._record(step)
+        ended, num_dropped = self._end_scored(step), 0
+        guesses = step.guesses if isinstance(step, DecodeStep) else 0
+        num_guessing = num_accepted = 0
+        for seq, drawn in tokens:
+            new = drawn if isinstance(drawn, list) else [drawn]
+            if seq.is_finished:
+                num_dropped += len(new)
+                continue
+            own = _ahead(seq)
+            own.num_steps -= 1
+            own.most_tokens -= own.reach(guesses)
+            if guesses and own.most_guesses:
+                num_guessing += 1
+                num_accepted += max(0, len(new) - 1)
+            num_dropped += len(new) - self._take(seq, new)
+            if seq.finish_reason is not None:
+                ended.append(seq)
+        if guesses:
+            self.budget.note(num_guessing, guesses, num_accepted)
+        return ended, num_dropped
+
+    def _take(self, seq: Sequence, tokens: list[int]) -> int:
+        """Append tokens, one of which may end the sequence; returns how many it has got."""
+        for count, token_id in enumerate(tokens, 1):
+            if self._append(seq, token_id):
+                return count
+        own = _ahead(seq)
+        seq.num_scheduled = min(len(seq) - 1 + own.most_tokens, own.end - 1)
+        if len(seq) > seq.check_at:
+            self._keep(seq, len(seq) - 1)  # no step has computed the last token
+            seq.check_at = self.block_manager.next_end(len(seq) - 1)
+        if seq.status is SequenceStatus.RUNNING:
+            self._check(seq)
+        if len(seq) == own.end and own.num_steps == 0:
+            self._requeue(seq)  # as a long one
+        return len(tokens)
+
+    def _next_query(self, seq: Sequence) -> int:
+        if seq.status is SequenceStatus.WAITING:
+            return seq.num_scheduled
+        return min(seq.num_scheduled, len(seq) - 1 + _ahead(seq).num_steps)
+
+
+def _ahead(seq: Sequence) -> Ahead:
+    assert seq.ahead is not None  # it runs
+    return seq.ahead
+
+
+def _count(seq: Sequence, guesses: int) -> int:
+    """Return how many further tokens of a sequence a step with places for so many guesses may compute."""
+    own = _ahead(seq)
+    return min(own.reach(guesses), own.end - 1 - seq.num_scheduled)
