@@ -28,9 +28,9 @@ class RowTexts:
 class Drafter(Protocol):
     """Proposes tokens that may follow the rows' texts. A wrong guess costs time and changes no token."""
 
-    def propose(self, rows: RowTexts) -> tuple[Tensor, Tensor]:
-        """Return the guesses, [rows, max_guesses] int32, and how many each row has, [rows] int32.
+    def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
+        """Return guesses for each row, [rows, most] int32, and how many there are, [rows] int32.
 
-        A CUDA graph records all of it, so its launches depend on shapes alone. Empty rows have no guess.
+        On CUDA a graph records all of it, so its launches depend on shapes alone. Empty rows may get anything.
         """
         ...
