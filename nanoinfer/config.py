@@ -15,6 +15,7 @@ from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
 from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
+from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -66,8 +67,7 @@ class Config:
         tokens where some layers have windows. None: as many as the memory holds
     kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
         of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: a
-        quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying there and back;
-        none on the CPU
+        quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying; none on a CPU
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU
@@ -87,14 +87,15 @@ class Config:
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
         thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
-    routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
-        so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
-        have experts
+    routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
+        tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
     max_adapters: at most this many adapters are loaded at once, 0 to 1,024: see llm.load_adapter(...). The LLM keeps
         memory for so many from its start; 0 costs nothing
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
-    speculation: "suffix": guesses of the next tokens, from what has followed the same tokens before, are verified
-    max_guesses: a sequence has at most this many guesses in a step
+    speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
+        sample of its prompt, was last like its end. No guess changes a result. "auto": only where that is expected to
+        be faster. None: none are verified. Models whose layers keep a state cannot have it
+    max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
@@ -216,6 +217,7 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
+        self.speculation = check_speculation(self.speculation)
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
@@ -238,6 +240,7 @@ class Config:
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
+        check_speculating(self.speculation, self.description.has_states, self.routed_experts)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
@@ -340,6 +343,7 @@ class Config:
             ("kvcache_block_size", 16, MAX_SLOTS),
             ("max_adapters", 0, MAX_ADAPTERS),
             ("max_adapter_rank", 1, MAX_ADAPTER_RANK),
+            ("max_guesses", 1, MOST_GUESSES),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
         if cast("int | None", self.max_model_len) is not None:
@@ -392,6 +396,5 @@ class Config:
 
     def _check_num_blocks(self) -> None:
         self.fits_memory = self.num_kvcache_blocks is None
-        if self.num_kvcache_blocks is None:
-            return
-        self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
+        if self.num_kvcache_blocks is not None:
+            self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)

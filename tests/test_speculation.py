@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from conftest import alike, layout_of
@@ -23,14 +23,17 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.speculation.ahead import Ahead
+from nanoinfer.engine.speculation.budget import TRY_EVERY, Budget
+from nanoinfer.engine.speculation.draws import read_verified
 from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
-from nanoinfer.engine.speculation.text_slots import TextSlots
-from nanoinfer.runner.message import DecodeMessage, JoinMessage, PrefillMessage, StepMessage
+from nanoinfer.engine.speculation.text_slots import MOST_MEMBERS, TextSlots
+from nanoinfer.kernels.drafting.accept import NOTHING
+from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.runner.message import DecodeMessage, DraftingMessage, JoinMessage, PrefillMessage, StepMessage
 
 MOST_GUESSES = 3
 WRONG = -7  # a guess that does not hold
-SLOW, FAST = 1.0, 0.5
 
 
 class Places(Budget):
@@ -153,6 +156,133 @@ class TestScheduler:
         sched.postprocess(second, [(seq, [])])
         assert prefill(sched.schedule(in_flight=False)) == [(seq, 0, 8)]
         assert seq.is_long
+
+
+SIZES = [(1, 2), (1, 4), (8, 16), (8, 32)]
+TIMES = {(1, 0): 1.0, (8, 0): 1.1, (1, 4): 1.1, (8, 32): 1.4}
+
+
+def budget(may_decline: bool, times: dict[tuple[int, int], float] | None = None) -> Budget:
+    return Budget(SIZES, TIMES if times is None else times, max_guesses=4, may_decline=may_decline)
+
+
+def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0) -> list[int]:
+    """Let steps run whose guesses hold to a share; returns the places that each had."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(own.choose(rows, rows))
+        if chosen[-1]:
+            own.note(rows, chosen[-1], int(share * min(chosen[-1], 4 * rows)))
+    return chosen
+
+
+class TestBudget:
+    def test_guesses_that_bring_nothing_are_tried_now_and_then(self) -> None:
+        chosen = choices(budget(may_decline=True), 1000)
+        tried = [step for step, guesses in enumerate(chosen) if guesses]
+        assert tried[0] == 0
+        assert all(later - earlier >= TRY_EVERY for earlier, later in pairwise(tried))
+        assert {chosen[step] for step in tried} == {2, 4}
+
+    def test_a_step_that_takes_longer_is_tried_less_often(self) -> None:
+        slow = {(1, 0): 1.0, (1, 4): 1.6, (1, 2): 1.4}
+        assert sum(map(bool, choices(budget(may_decline=True, times=slow), 1000))) < 10
+
+    def test_guesses_that_hold_are_verified_until_they_do_so_no_more(self) -> None:
+        own = budget(may_decline=True)
+        chosen = choices(own, 100, share=1)
+        assert chosen.count(0) == 0
+        assert chosen[-20:] == [4] * 20
+        assert choices(own, 60)[-20:].count(0) >= 19
+
+    def test_what_cannot_pay_is_never_tried(self) -> None:
+        slow = {(1, 0): 1.0, (1, 2): 3.1, (1, 4): 5.2}
+        assert choices(budget(may_decline=True, times=slow), 100, share=1) == [0] * 100
+
+    def test_without_a_choice_guesses_are_always_verified_where_sizes_allow(self) -> None:
+        own = budget(may_decline=False)
+        assert choices(own, 100).count(0) == 0
+        assert choices(own, 10, rows=9) == [0] * 10
+        assert own.choose(5, num_guessing=0) == 0
+        assert [own.least(rows) for rows in (0, 1, 2, 8, 9)] == [0, 2, 16, 16, 0]
+
+    def test_what_is_known_of_some_rows_serves_others(self) -> None:
+        own = budget(may_decline=True)
+        choices(own, 50, share=1)
+        assert choices(own, 1, rows=7)[0] > 0
+
+    def test_no_sizes_are_no_guesses(self) -> None:
+        assert Budget([], {}, 4, may_decline=False).choose(1, 1) == 0
+
+
+class TestTextSlots:
+    def test_samples_of_a_prompt_are_a_group_and_one_that_ended_stays_findable(self) -> None:
+        texts, group = TextSlots(num_slots=4, num_groups=2), samples(3, [5, 6])
+        told = [join(texts, seq) for seq in group[:2]]
+        assert told[0].group == told[1].group
+        texts.leave(group[0])
+        told.append(join(texts, group[2]))
+        assert texts.take_changed() == {told[0].group: [own.text for own in told]}
+        assert texts.take_changed() == {}
+
+    def test_a_slot_that_is_needed_comes_from_a_request_that_has_ended_before_others(self) -> None:
+        texts = TextSlots(num_slots=4, num_groups=4)
+        (first, runs), (other,), (new,) = samples(2, [5]), samples(1, [6], seed=10), samples(1, [7], seed=20)
+        told = {seq: join(texts, seq) for seq in (first, runs, other)}
+        texts.take_changed()
+        texts.leave(first)
+        texts.leave(other)
+        assert join(texts, new).text not in [own.text for own in told.values()]
+        (newer,), (newest,) = samples(1, [8], seed=30), samples(1, [9], seed=40)
+        assert join(texts, newer).text == told[other].text
+        assert join(texts, newest).text == told[first].text
+        assert texts.take_changed()[told[runs].group] == [told[runs].text]
+
+    @settings(max_examples=50, deadline=None)
+    @given(rng=st.integers(0, 2**32).map(random.Random), num_slots=st.integers(4, 40), rows=st.integers(1, 4))
+    def test_running_sequences_have_slots_and_groups_of_their_own(self, rng, num_slots, rows) -> None:
+        texts, running, seed = TextSlots(num_slots, rows), {}, 0
+        waiting: list[Sequence] = []
+        for _ in range(200):
+            if not waiting:
+                seed += 100
+                waiting = samples(rng.choice([1, 2, 40]), [5], seed=seed)
+            if len(running) < rows and rng.random() < 0.5:
+                seq = waiting.pop()
+                running[seq] = join(texts, seq)
+                members = texts.take_changed()[running[seq].group]
+                assert members[-1] == running[seq].text
+                assert len(set(members)) == len(members) <= MOST_MEMBERS
+            elif running:
+                seq = rng.choice(list(running))
+                del running[seq]
+                texts.leave(seq)
+            assert len({own.text for own in running.values()}) == len(running)
+            groups = {(own.group, seq.request_id) for seq, own in running.items()}
+            assert len({group for group, _ in groups}) == len(groups)
+
+
+def join(texts: TextSlots, seq: Sequence) -> DraftingMessage:
+    seq.ahead = Ahead(seq.max_len, MOST_GUESSES)
+    return texts.join(seq)
+
+
+def test_draws_are_told_apart_from_faults_and_empty_places() -> None:
+    seqs = samples(5, [5, 6])
+    seqs[4].finish_reason, seqs[4].status = "abort", SequenceStatus.FINISHED
+    drawn = [
+        [7, 8, 9, 2],
+        [7, NO_TOKEN, NOTHING, 2],
+        [NO_TOKEN, NOTHING, NOTHING, 1],
+        [NOTHING] * 3 + [0],
+        [7, 8, 9, 2],
+    ]
+    draws = read_verified(seqs, drawn)
+    assert draws.firsts == [7, 7, NO_TOKEN, 0, 7]
+    assert draws.tokens == [[7, 8, 9], [7], [], [], [7, 8, 9]]
+    assert draws.lasts == [0, NO_TOKEN, NO_TOKEN, 0, 0]
+    assert (draws.num_tokens, draws.num_first, draws.num_proposed) == (7, 2, 5)
+    assert [seq.num_proposed_tokens for seq in seqs] == [2, 2, 1, 0, 0]
 
 
 class GuessingDevice(Device):

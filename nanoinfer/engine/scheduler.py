@@ -44,6 +44,7 @@ class PrefillStep:
 
     chunks: list[Chunk]
     forks: list[Fork]
+    guesses = 0  # as DecodeStep has them
 
     @property
     def scored(self) -> list[Sequence]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Literal
 
@@ -55,6 +56,7 @@ class Sequence:
         "num_proposed_tokens",
         "num_released",
         "num_scheduled",
+        "on_token",
         "params",
         "prompt_logprobs",
         "queued_at",
@@ -119,6 +121,8 @@ class Sequence:
         self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled
         self.is_long = False  # kept by Scheduler: whether it is computed as a long sequence, whose keys differ
         self.ahead: Ahead | None = None  # kept by SpeculatingScheduler, once the sequence runs
+        # Called with each token, and may end the sequence, where a step may give it several:
+        self.on_token: Callable[[], object] | None = None
         # Kept by BlockManager:
         self.block_tables: list[list[int]] = []  # one for each group of layers; none: it holds no blocks
         self.num_released: list[int] = []  # leading blocks of each table that the sequence no longer holds

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import pairwise
 
-TRY_EVERY = 32  # decode steps. A step that verifies in vain costs at most a tenth of one: 0.3% of the time
+SPENT = 0.003  # of the time of all steps, for trials
+TRY_EVERY, TRY_WITHIN = 32, 256  # steps from one trial to the next, at least and at most
 NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -40,7 +41,7 @@ class Budget:
         self._gains: dict[int, float] = {}  # tokens beyond the first, by places; both for each row that may guess
         self._ran: dict[int, int] = {}  # the number of the step that had these places last
         self._num_steps = 0
-        self._tried = -TRY_EVERY  # the step that was the last trial
+        self._tried = -TRY_WITHIN  # the step that was the last trial
 
     def choose(self, num_rows: int, num_guessing: int) -> int:
         """Return the places for guesses of the next step; 0: it is to be a plain one.
@@ -53,13 +54,18 @@ class Budget:
             return 0
         rates = {guesses: self._rate(num_rows, num_guessing, guesses) for guesses in options}
         if self._may_decline:
-            rates[0] = num_rows / self._plain_times[num_rows]
+            rates[0] = num_rows / self._time(num_rows, 0)
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
-        if self._num_steps - self._tried >= TRY_EVERY:
-            others = [guesses for guesses in options if self._could_beat(rates[best], num_rows, num_guessing, guesses)]
-            if others:
-                best = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
-                self._tried = self._num_steps
+        others = [
+            guesses
+            for guesses in options
+            if guesses != best and self._most(num_rows, num_guessing, guesses) > rates[best]
+        ]
+        if others:
+            other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
+            lost = self._time(num_rows, other) / self._time(num_rows, best) - 1
+            if self._num_steps - self._tried >= min(max(TRY_EVERY, lost / SPENT), TRY_WITHIN):
+                best, self._tried = other, self._num_steps
         if best:
             self._ran[self._places(best, num_guessing)] = self._num_steps
         return best
@@ -83,6 +89,8 @@ class Budget:
         return min(self._max_guesses, guesses // num_guessing)
 
     def _time(self, num_rows: int, guesses: int) -> float:
+        if guesses == 0:
+            return self._plain_times[num_rows]
         return self._times[self._rows[bisect_left(self._rows, num_rows)] + guesses]
 
     def _rate(self, num_rows: int, num_guessing: int, guesses: int) -> float:
@@ -97,12 +105,9 @@ class Budget:
         nearest = min(self._gains, key=lambda known: abs(known - places))
         return min(float(places), self._gains[nearest])
 
-    def _could_beat(self, rate: float, num_rows: int, num_guessing: int, guesses: int) -> bool:
-        """Whether a size would be better than this rate if all its guesses held, and has not run lately."""
-        places = self._places(guesses, num_guessing)
-        is_old = self._num_steps - self._ran.get(places, -TRY_EVERY) >= TRY_EVERY
-        most = num_rows + min(guesses, self._max_guesses * num_guessing)
-        return is_old and most / self._time(num_rows, guesses) > rate
+    def _most(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+        """Return the tokens per second that a step gives if all its guesses hold."""
+        return (num_rows + min(guesses, self._max_guesses * num_guessing)) / self._time(num_rows, guesses)
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:

@@ -105,8 +105,7 @@ class SpeculatingScheduler(Scheduler):
         """Take the tokens of the oldest step in flight, as Scheduler does; a list has those that a sequence got."""
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
-        guesses = step.guesses if isinstance(step, DecodeStep) else 0
-        num_guessing = num_accepted = 0
+        guesses, num_guessing, num_accepted = step.guesses, 0, 0
         for seq, drawn in tokens:
             new = drawn if isinstance(drawn, list) else [drawn]
             if seq.is_finished:
@@ -118,7 +117,9 @@ class SpeculatingScheduler(Scheduler):
             if guesses and own.most_guesses:
                 num_guessing += 1
                 num_accepted += max(0, len(new) - 1)
-            num_dropped += len(new) - self._take(seq, new)
+            num_taken = self._take(seq, new)
+            num_dropped += len(new) - num_taken
+            seq.num_accepted_tokens += max(0, num_taken - 1)
             if seq.finish_reason is not None:
                 ended.append(seq)
         if guesses:
@@ -128,7 +129,10 @@ class SpeculatingScheduler(Scheduler):
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
         """Append tokens, one of which may end the sequence; returns how many it has got."""
         for count, token_id in enumerate(tokens, 1):
-            if self._append(seq, token_id):
+            is_ended = self._append(seq, token_id)
+            if seq.on_token is not None:
+                seq.on_token()
+            if is_ended or seq.finish_reason is not None:
                 return count
         own = _ahead(seq)
         seq.num_scheduled = min(len(seq) - 1 + own.most_tokens, own.end - 1)
