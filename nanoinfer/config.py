@@ -15,6 +15,7 @@ from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
 from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
+from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -148,7 +149,7 @@ class Config:
     routed_experts: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 16
-    speculation: str | None = None
+    speculation: str | Drafter | None = None
     max_guesses: int = 8
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
