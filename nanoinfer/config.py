@@ -15,6 +15,7 @@ from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
 from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
+from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
@@ -36,8 +37,7 @@ SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
-MAX_REPLICAS = 64
-MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
+MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -93,8 +93,8 @@ class Config:
         memory for so many from its start; 0 costs nothing
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
-        sample of its prompt, was last like its end. No guess changes a result. "auto": only where that is expected to
-        be faster. None: none are verified. Models whose layers keep a state cannot have it
+        sample of its prompt, was last like its end. No guess changes a result. "auto": only where that should be
+        faster. A Drafter makes guesses of its own. None: no guesses. Models whose layers keep a state cannot have them
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
@@ -149,7 +149,7 @@ class Config:
     routed_experts: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 16
-    speculation: str | None = None
+    speculation: str | Drafter | None = None
     max_guesses: int = 8
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None

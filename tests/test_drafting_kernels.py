@@ -155,7 +155,8 @@ def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Place
                 drawn[row if i == 0 else rows + first + i - 1] = int(places.tokens[rows + first + i])
     slots = ints(rng.sample(range(rows + 2), rows))
     texts = torch.full((rows + 2, 40), 99, dtype=torch.int32)
-    advanced = AdvancedRows(args[2], args[3], args[5], slots, texts, torch.zeros(rows + 2, dtype=torch.int32))
+    lengths = torch.zeros(rows + 2, dtype=torch.int32)
+    advanced = AdvancedRows(texts, lengths, slots, args[2], args[3], args[5])
     return ints(drawn), places, advanced, torch.zeros(rows, most + 2, dtype=torch.int32)
 
 

@@ -41,7 +41,7 @@ class Sample:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and (streams or seq.params.stop):
             self._detokenizer = Detokenizer(tokenizer, seq)
-            if seq.params.stop and engine.config.speculation:
+            if seq.params.stop and engine.config.speculation is not None:
                 seq.on_token = self.update  # what comes behind a stop string in the same step is none of its tokens
         self._num_taken = 0  # tokens that take_new has returned
 

@@ -341,7 +341,7 @@ def verify(rows: int, places: int) -> None:
     write_last_tokens_triton(texts, lengths, row, row, row)
     proposed = propose_suffixes_triton(texts, lengths, members, row, row, 8)
     packed = pack_guesses_triton(*proposed, row, row, row, row, row, places)
-    rows_of = AdvancedRows(row, row, row, row, texts, lengths)
+    rows_of = AdvancedRows(texts, lengths, row, row, row, row)
     accept_guesses_triton(numbers(rows + places), packed, rows_of, numbers(rows, 10))
 
 

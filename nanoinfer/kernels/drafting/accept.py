@@ -19,17 +19,17 @@ _NOTHING, _NO_GUESS = tl.constexpr(NOTHING), tl.constexpr(-4)  # no draw is _NO_
 class AdvancedRows(NamedTuple):
     """What moves on with the tokens that rows keep. All are int32.
 
+    tokens: [slots, width], texts; lengths: [slots]; slots: [rows], of the rows' texts
     last_tokens, positions: [rows], of the last known token
     limits: [rows], how many guesses a row may have in a step
-    slots: [rows], of their texts; tokens: [slots, width], the texts; lengths: [slots]
     """
 
+    tokens: Tensor
+    lengths: Tensor
+    slots: Tensor
     last_tokens: Tensor
     positions: Tensor
     limits: Tensor
-    slots: Tensor
-    tokens: Tensor
-    lengths: Tensor
 
 
 def accept_guesses(drawn: Tensor, places: Places, rows: AdvancedRows, kept: Tensor) -> None:
@@ -93,12 +93,12 @@ def _accept_kernel(
     placed_ptr,
     first_ptr,
     counts_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    slots_ptr,
     last_tokens_ptr,
     positions_ptr,
     limits_ptr,
-    slots_ptr,
-    tokens_ptr,
-    lengths_ptr,
     kept_ptr,
     rows,
     width,

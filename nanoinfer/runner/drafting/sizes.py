@@ -18,3 +18,8 @@ def verify_sizes(max_num_seqs: int, max_guesses: int) -> list[VerifySize]:
     rows = [*(size for size in ROWS if size < largest), largest]
     guesses = {(size, min(size * max_guesses // part, MOST_TOKENS - size)) for size in rows for part in (2, 1)}
     return sorted(size for size in guesses if size[1] > 0)
+
+
+def most_tokens(sizes: list[VerifySize]) -> int:
+    """Return how many tokens the largest step has; 0: there are no sizes."""
+    return max(map(sum, sizes), default=0)
