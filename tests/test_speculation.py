@@ -136,7 +136,7 @@ class TestScheduler:
         assert sched.postprocess(first, [(seq, [6, EOS, 8, 9])]) == ([seq], 2)
         assert sched.postprocess(second, [(seq, [9, 9])]) == ([], 2)
         assert (seq.output_token_ids, seq.finish_reason) == ([5, 6, EOS], "stop")
-        assert len(sched.block_manager.tree) == 0
+        assert len(sched.block_manager.tree) == 1  # of the prompt and the first token
 
     def test_blocks_that_are_filled_become_prefixes_once_their_tokens_are_known(self) -> None:
         sched = scheduler(Places(8, 8))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 256  # steps from one trial to the next, at least and at most
+MOST_HELD = 0.8  # of a row's places: then more would have brought more
 NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -38,7 +39,7 @@ class Budget:
         self._times = _fill(verifying, max([rows + guesses for rows, guesses in sizes], default=0))
         self._max_guesses = max_guesses
         self._may_decline = may_decline
-        self._gains: dict[int, float] = {}  # tokens beyond the first, by places; both for each row that may guess
+        self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row that may guess
         self._ran: dict[int, int] = {}  # the number of the step that had these places last
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
@@ -99,11 +100,14 @@ class Budget:
         return (num_rows + gain * num_guessing) / self._time(num_rows, guesses)
 
     def _gain(self, places: int) -> float:
-        """Return what so many places for a row are expected to bring: as much as other numbers did, at most."""
-        if places in self._gains or not self._gains:
-            return self._gains.get(places, 0.0)
+        """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
+        if not self._gains:
+            return 0.0 if self._may_decline else float(places)
         nearest = min(self._gains, key=lambda known: abs(known - places))
-        return min(float(places), self._gains[nearest])
+        gain = self._gains[nearest]
+        if places > nearest and gain > MOST_HELD * nearest:
+            return gain * places / max(1, nearest)
+        return min(gain, float(places))
 
     def _most(self, num_rows: int, num_guessing: int, guesses: int) -> float:
         """Return the tokens per second that a step gives if all its guesses hold."""
