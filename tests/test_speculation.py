@@ -139,7 +139,7 @@ class TestScheduler:
         assert len(sched.block_manager.tree) == 1  # of the prompt and the first token
 
     def test_blocks_that_are_filled_become_prefixes_once_their_tokens_are_known(self) -> None:
-        sched = scheduler(Places(8, 8))
+        sched = scheduler(Places(8, 8, 8, 8))
         seq = sequence(3, 20)
         started(sched, seq)
         for tokens, num_nodes in (([6, 7], 1), ([8], 1), ([9], 1), ([10], 2)):
