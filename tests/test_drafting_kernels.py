@@ -11,13 +11,14 @@ import torch
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.drafting import suffix
+from nanoinfer.kernels.drafting import gather, suffix
 from nanoinfer.kernels.drafting.accept import (
     NOTHING,
     AdvancedRows,
     accept_guesses_reference,
     accept_guesses_triton,
 )
+from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference, gather_rows_triton
 from nanoinfer.kernels.drafting.pack import Places, pack_guesses_reference, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_reference, propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_last_tokens_triton
@@ -203,3 +204,15 @@ def test_last_tokens_come_into_the_texts(write: Callable[..., None]) -> None:
     expected[2, 5], expected[0, 7] = 11, 13
     assert torch.equal(tokens.cpu(), expected)
     assert lengths.tolist() == [8, 0, 6, 0]
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_places_have_what_their_rows_have(has_more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "BLOCK", 16)
+    tables, seeds = torch.arange(200, dtype=torch.int32).view(5, 40), torch.arange(5) << 40
+    more = (ints([1, 2, 3, 4, 5]), ints([-1, 0, 1, 0, -1])) if has_more else (None, None)
+    args = RowColumns(tables, torch.rand(5), seeds, *more), ints([0, 1, 4, 4, 2, 0])
+    expected = gather_rows_reference(*args)
+    assert expected.block_tables[3, 5] == 165
+    columns = [None if column is None else column.to(DEVICE) for column in args[0]]
+    assert same(gather_rows_triton(RowColumns(*columns), args[1].to(DEVICE)), expected)

@@ -26,6 +26,7 @@ from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses_triton
+from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_triton
 from nanoinfer.kernels.drafting.pack import pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_triton
@@ -341,6 +342,7 @@ def verify(rows: int, places: int) -> None:
     write_last_tokens_triton(texts, lengths, row, row, row)
     proposed = propose_suffixes_triton(texts, lengths, members, row, row, 8)
     packed = pack_guesses_triton(*proposed, row, row, row, row, row, places)
+    gather_rows_triton(RowColumns(numbers(rows, 128), empty(rows), empty(rows, dtype=torch.int64), row, row), packed[2])
     rows_of = AdvancedRows(texts, lengths, row, row, row, row)
     accept_guesses_triton(numbers(rows + places), packed, rows_of, numbers(rows, 10))
 

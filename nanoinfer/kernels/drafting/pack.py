@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
+BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
+
 
 class Places(NamedTuple):
     """The tokens of a verifying step. Place r holds row r's last token; its guesses stand together behind all rows.
@@ -93,6 +95,8 @@ def pack_guesses_triton(
     rows, most = guesses.shape
     places = [torch.empty(rows + num_places, dtype=torch.int32, device=guesses.device) for _ in range(3)]
     of_rows = [torch.empty(rows, dtype=torch.int32, device=guesses.device) for _ in range(2)]
+    assert rows <= BLOCK_ROWS, rows
+    assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
         guesses,
         counts,
@@ -103,18 +107,18 @@ def pack_guesses_triton(
         may_guess,
         *places,
         *of_rows,
-        ROWS=rows,
-        BLOCK_ROWS=triton.next_power_of_2(rows),
+        rows,
+        num_places,
         MOST=most,
         BLOCK_MOST=triton.next_power_of_2(most),
-        PLACES=num_places,
-        BLOCK_PLACES=triton.next_power_of_2(num_places),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_PLACES=BLOCK_PLACES,
         **early_launch(guesses),
     )
     return Places(*places, *of_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "places"])
 def _pack_kernel(
     guesses_ptr,
     counts_ptr,
@@ -128,17 +132,17 @@ def _pack_kernel(
     row_of_ptr,
     first_ptr,
     taken_ptr,
-    ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    rows,
+    places,
     MOST: tl.constexpr,
     BLOCK_MOST: tl.constexpr,
-    PLACES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
     row = tl.arange(0, BLOCK_ROWS)
-    mask = row < ROWS
+    mask = row < rows
     position = tl.load(positions_ptr + row, mask=mask, other=-1)
     end = tl.load(ends_ptr + row, mask=mask, other=0)
     goes_on = (position >= 0) & (position + 1 < end)
@@ -146,8 +150,8 @@ def _pack_kernel(
     wanted = tl.maximum(tl.minimum(wanted, end - position - 2), 0)
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
-    first = tl.minimum(tl.cumsum(wanted, 0) - wanted, PLACES)
-    taken = tl.minimum(wanted, PLACES - first)
+    first = tl.minimum(tl.cumsum(wanted, 0) - wanted, places)
+    taken = tl.minimum(wanted, places - first)
     tl.store(first_ptr + row, first, mask=mask)
     tl.store(taken_ptr + row, taken, mask=mask)
     tl.store(tokens_ptr + row, tl.load(last_tokens_ptr + row, mask=mask), mask=mask)
@@ -155,14 +159,14 @@ def _pack_kernel(
     tl.store(row_of_ptr + row, row, mask=mask)
     guess = tl.arange(0, BLOCK_MOST)
     is_taken = guess[None, :] < taken[:, None]
-    place = ROWS + first[:, None] + guess[None, :]
+    place = rows + first[:, None] + guess[None, :]
     token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_taken, other=0)
     tl.store(tokens_ptr + place, token, mask=is_taken)
     tl.store(placed_ptr + place, position[:, None] + 1 + guess[None, :], mask=is_taken)
     tl.store(row_of_ptr + place, row[:, None] + tl.zeros_like(place), mask=is_taken)
     empty = tl.arange(0, BLOCK_PLACES)
-    is_empty = (empty >= tl.sum(taken)) & (empty < PLACES)
+    is_empty = (empty >= tl.sum(taken)) & (empty < places)
     nothing = tl.zeros([BLOCK_PLACES], tl.int32)
-    tl.store(tokens_ptr + ROWS + empty, nothing, mask=is_empty)
-    tl.store(placed_ptr + ROWS + empty, nothing - 1, mask=is_empty)
-    tl.store(row_of_ptr + ROWS + empty, nothing, mask=is_empty)
+    tl.store(tokens_ptr + rows + empty, nothing, mask=is_empty)
+    tl.store(placed_ptr + rows + empty, nothing - 1, mask=is_empty)
+    tl.store(row_of_ptr + rows + empty, nothing, mask=is_empty)
