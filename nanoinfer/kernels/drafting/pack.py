@@ -40,10 +40,12 @@ def pack_guesses(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """Pack the guesses of all rows into so many places, in the order of the rows; what comes behind these is cut.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
+    A number that is no token id ends its guesses.
 
     guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
     last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
@@ -51,7 +53,7 @@ def pack_guesses(
         a row; 0: it has none
     """
     function = pack_guesses_triton if guesses.is_cuda else pack_guesses_reference
-    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places)
+    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size)
 
 
 def pack_guesses_reference(
@@ -63,12 +65,14 @@ def pack_guesses_reference(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """pack_guesses in torch."""
     rows, most = guesses.shape
     goes_on = (positions >= 0) & (positions + 1 < ends)
     wanted = torch.minimum(torch.minimum(counts, limits), ends - positions - 2).clamp(min=0)
-    wanted = wanted.where(goes_on & (may_guess > 0), 0)
+    are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
+    wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
     first = (wanted.cumsum(0) - wanted).clamp(max=num_places).int()
     taken = torch.minimum(wanted, num_places - first)
     tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
@@ -90,6 +94,7 @@ def pack_guesses_triton(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """pack_guesses as one launch, of one program."""
     rows, most = guesses.shape
@@ -109,6 +114,7 @@ def pack_guesses_triton(
         *of_rows,
         rows,
         num_places,
+        vocab_size,
         MOST=most,
         BLOCK_MOST=triton.next_power_of_2(most),
         BLOCK_ROWS=BLOCK_ROWS,
@@ -118,7 +124,7 @@ def pack_guesses_triton(
     return Places(*places, *of_rows)
 
 
-@triton.jit(do_not_specialize=["rows", "places"])
+@triton.jit(do_not_specialize=["rows", "places", "vocab_size"])
 def _pack_kernel(
     guesses_ptr,
     counts_ptr,
@@ -134,6 +140,7 @@ def _pack_kernel(
     taken_ptr,
     rows,
     places,
+    vocab_size,
     MOST: tl.constexpr,
     BLOCK_MOST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -148,6 +155,11 @@ def _pack_kernel(
     goes_on = (position >= 0) & (position + 1 < end)
     wanted = tl.minimum(tl.load(counts_ptr + row, mask=mask, other=0), tl.load(limits_ptr + row, mask=mask, other=0))
     wanted = tl.maximum(tl.minimum(wanted, end - position - 2), 0)
+    guess = tl.arange(0, BLOCK_MOST)
+    is_there = mask[:, None] & (guess < MOST)[None, :]
+    token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_there, other=-1)
+    is_token = (token >= 0) & (token < vocab_size)
+    wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
     first = tl.minimum(tl.cumsum(wanted, 0) - wanted, places)
@@ -157,10 +169,8 @@ def _pack_kernel(
     tl.store(tokens_ptr + row, tl.load(last_tokens_ptr + row, mask=mask), mask=mask)
     tl.store(placed_ptr + row, tl.where(goes_on, position, -1), mask=mask)
     tl.store(row_of_ptr + row, row, mask=mask)
-    guess = tl.arange(0, BLOCK_MOST)
     is_taken = guess[None, :] < taken[:, None]
     place = rows + first[:, None] + guess[None, :]
-    token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_taken, other=0)
     tl.store(tokens_ptr + place, token, mask=is_taken)
     tl.store(placed_ptr + place, position[:, None] + 1 + guess[None, :], mask=is_taken)
     tl.store(row_of_ptr + place, row[:, None] + tl.zeros_like(place), mask=is_taken)
