@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cases.launches import LAUNCHES
+from launches import LAUNCHES
 from triton import knobs
 from triton.backends import backends
 

@@ -11,18 +11,19 @@ import torch
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.drafting import suffix
+from nanoinfer.kernels.drafting import gather, suffix
 from nanoinfer.kernels.drafting.accept import (
     NOTHING,
     AdvancedRows,
     accept_guesses_reference,
     accept_guesses_triton,
 )
+from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference, gather_rows_triton
 from nanoinfer.kernels.drafting.pack import Places, pack_guesses_reference, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_reference, propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_last_tokens_triton
 
-WIDTH, SLOTS, MEMBERS = 64, 6, 3
+WIDTH, SLOTS, MEMBERS, VOCABULARY = 64, 6, 3, 9
 SEEDS = range(8)
 
 
@@ -111,6 +112,7 @@ def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
     limits = [rng.randrange(1, most + 1) for _ in range(rows)]
     counts = [rng.randrange(most + 1) for _ in range(rows)]
     guesses = torch.randint(0, 9, (rows, most), generator=torch.Generator().manual_seed(rng.randrange(99)))
+    guesses[rng.randrange(rows), rng.randrange(most)] = rng.choice([-1, VOCABULARY])
     last = [rng.randrange(9) for _ in range(rows)]
     may_guess = [int(rng.random() < 0.8) for _ in range(rows)]
     return guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess))
@@ -120,12 +122,13 @@ def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int) -> None:
     args = random_rows(random.Random(seed), 1 + seed, 4)
-    packed = pack_guesses_reference(*args, places)
+    packed = pack_guesses_reference(*args, places, VOCABULARY)
     tokens, positions, row_of, first, counts = (x.tolist() for x in packed)
     expected: list[tuple[int, int, int]] = []  # of each guess
     for row, (guesses, count, _, position, end, limit, may) in enumerate(zip(*(x.tolist() for x in args), strict=True)):
         goes_on = position >= 0 and position + 1 < end
         assert (positions[row], row_of[row]) == (position if goes_on else -1, row)
+        count = next((i for i, guess in enumerate(guesses[:count]) if not 0 <= guess < VOCABULARY), count)
         fit = max(0, min(count, limit, end - position - 2)) if goes_on and may else 0
         guessed = [(guess, position + 1 + i, row) for i, guess in enumerate(guesses[:fit])][: places - len(expected)]
         assert counts[row] == len(guessed)
@@ -140,14 +143,14 @@ def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int) -> 
 @pytest.mark.parametrize("places", [1, 4, 33])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_kernel_packs_as_the_reference(seed: int, places: int) -> None:
-    args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places
+    args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY
     assert same(on_device(pack_guesses_triton, *args)[0], pack_guesses_reference(*args))
 
 
 def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Places, AdvancedRows, Tensor]:
     """Return what accept_guesses takes; the draws often are the guesses."""
     args = random_rows(rng, rows, most)
-    places = pack_guesses_reference(*args, 3 * rows)
+    places = pack_guesses_reference(*args, 3 * rows, VOCABULARY)
     drawn = [rng.choice([-1, -2, 3]) if rng.random() < 0.1 else rng.randrange(9) for _ in places.tokens]
     for row, (first, count) in enumerate(zip(places.first.tolist(), places.counts.tolist(), strict=True)):
         for i in range(count):
@@ -203,3 +206,15 @@ def test_last_tokens_come_into_the_texts(write: Callable[..., None]) -> None:
     expected[2, 5], expected[0, 7] = 11, 13
     assert torch.equal(tokens.cpu(), expected)
     assert lengths.tolist() == [8, 0, 6, 0]
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_places_have_what_their_rows_have(has_more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "BLOCK", 16)
+    tables, seeds = torch.arange(200, dtype=torch.int32).view(5, 40), torch.arange(5) << 40
+    more = (ints([1, 2, 3, 4, 5]), ints([-1, 0, 1, 0, -1])) if has_more else (None, None)
+    args = RowColumns(tables, torch.rand(5), seeds, *more), ints([0, 1, 4, 4, 2, 0])
+    expected = gather_rows_reference(*args)
+    assert expected.block_tables[3, 5] == 165
+    columns = [None if column is None else column.to(DEVICE) for column in args[0]]
+    assert same(gather_rows_triton(RowColumns(*columns), args[1].to(DEVICE)), expected)

@@ -31,6 +31,7 @@ class Drafter(Protocol):
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
         """Return guesses for each row, [rows, most] int32, and how many there are, [rows] int32.
 
-        On CUDA a graph records all of it, so its launches depend on shapes alone. Empty rows may get anything.
+        On CUDA a graph records all of it, so its launches depend on shapes alone. Empty rows may get anything. A number
+        that is no token id ends its row's guesses.
         """
         ...

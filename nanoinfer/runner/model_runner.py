@@ -274,8 +274,10 @@ class ModelRunner:
             with self.threads.of(rows + guesses):
                 self._run_decode(rows, DecodeKind(guesses=guesses))
 
-        times = time_steps(self.config, self.steps, self.verify_sizes, run)
-        return {size: self.tp.min(int(seconds * 1e9), self.device) / 1e9 for size, seconds in times.items()}
+        def agree(seconds: float) -> float:
+            return self.tp.min(int(seconds * 1e9), self.device) / 1e9
+
+        return time_steps(self.config, self.steps, self.verify_sizes, run, agree)
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result.

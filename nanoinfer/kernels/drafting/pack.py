@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
+BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
+
 
 class Places(NamedTuple):
     """The tokens of a verifying step. Place r holds row r's last token; its guesses stand together behind all rows.
@@ -38,10 +40,12 @@ def pack_guesses(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """Pack the guesses of all rows into so many places, in the order of the rows; what comes behind these is cut.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
+    A number that is no token id ends its guesses.
 
     guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
     last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
@@ -49,7 +53,7 @@ def pack_guesses(
         a row; 0: it has none
     """
     function = pack_guesses_triton if guesses.is_cuda else pack_guesses_reference
-    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places)
+    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size)
 
 
 def pack_guesses_reference(
@@ -61,12 +65,14 @@ def pack_guesses_reference(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """pack_guesses in torch."""
     rows, most = guesses.shape
     goes_on = (positions >= 0) & (positions + 1 < ends)
     wanted = torch.minimum(torch.minimum(counts, limits), ends - positions - 2).clamp(min=0)
-    wanted = wanted.where(goes_on & (may_guess > 0), 0)
+    are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
+    wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
     first = (wanted.cumsum(0) - wanted).clamp(max=num_places).int()
     taken = torch.minimum(wanted, num_places - first)
     tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
@@ -88,11 +94,14 @@ def pack_guesses_triton(
     limits: Tensor,
     may_guess: Tensor,
     num_places: int,
+    vocab_size: int,
 ) -> Places:
     """pack_guesses as one launch, of one program."""
     rows, most = guesses.shape
     places = [torch.empty(rows + num_places, dtype=torch.int32, device=guesses.device) for _ in range(3)]
     of_rows = [torch.empty(rows, dtype=torch.int32, device=guesses.device) for _ in range(2)]
+    assert rows <= BLOCK_ROWS, rows
+    assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
         guesses,
         counts,
@@ -103,18 +112,19 @@ def pack_guesses_triton(
         may_guess,
         *places,
         *of_rows,
-        ROWS=rows,
-        BLOCK_ROWS=triton.next_power_of_2(rows),
+        rows,
+        num_places,
+        vocab_size,
         MOST=most,
         BLOCK_MOST=triton.next_power_of_2(most),
-        PLACES=num_places,
-        BLOCK_PLACES=triton.next_power_of_2(num_places),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_PLACES=BLOCK_PLACES,
         **early_launch(guesses),
     )
     return Places(*places, *of_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "places", "vocab_size"])
 def _pack_kernel(
     guesses_ptr,
     counts_ptr,
@@ -128,41 +138,45 @@ def _pack_kernel(
     row_of_ptr,
     first_ptr,
     taken_ptr,
-    ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    rows,
+    places,
+    vocab_size,
     MOST: tl.constexpr,
     BLOCK_MOST: tl.constexpr,
-    PLACES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
     row = tl.arange(0, BLOCK_ROWS)
-    mask = row < ROWS
+    mask = row < rows
     position = tl.load(positions_ptr + row, mask=mask, other=-1)
     end = tl.load(ends_ptr + row, mask=mask, other=0)
     goes_on = (position >= 0) & (position + 1 < end)
     wanted = tl.minimum(tl.load(counts_ptr + row, mask=mask, other=0), tl.load(limits_ptr + row, mask=mask, other=0))
     wanted = tl.maximum(tl.minimum(wanted, end - position - 2), 0)
+    guess = tl.arange(0, BLOCK_MOST)
+    is_there = mask[:, None] & (guess < MOST)[None, :]
+    token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_there, other=-1)
+    is_token = (token >= 0) & (token < vocab_size)
+    wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
-    first = tl.minimum(tl.cumsum(wanted, 0) - wanted, PLACES)
-    taken = tl.minimum(wanted, PLACES - first)
+    first = tl.minimum(tl.cumsum(wanted, 0) - wanted, places)
+    taken = tl.minimum(wanted, places - first)
     tl.store(first_ptr + row, first, mask=mask)
     tl.store(taken_ptr + row, taken, mask=mask)
     tl.store(tokens_ptr + row, tl.load(last_tokens_ptr + row, mask=mask), mask=mask)
     tl.store(placed_ptr + row, tl.where(goes_on, position, -1), mask=mask)
     tl.store(row_of_ptr + row, row, mask=mask)
-    guess = tl.arange(0, BLOCK_MOST)
     is_taken = guess[None, :] < taken[:, None]
-    place = ROWS + first[:, None] + guess[None, :]
-    token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_taken, other=0)
+    place = rows + first[:, None] + guess[None, :]
     tl.store(tokens_ptr + place, token, mask=is_taken)
     tl.store(placed_ptr + place, position[:, None] + 1 + guess[None, :], mask=is_taken)
     tl.store(row_of_ptr + place, row[:, None] + tl.zeros_like(place), mask=is_taken)
     empty = tl.arange(0, BLOCK_PLACES)
-    is_empty = (empty >= tl.sum(taken)) & (empty < PLACES)
+    is_empty = (empty >= tl.sum(taken)) & (empty < places)
     nothing = tl.zeros([BLOCK_PLACES], tl.int32)
-    tl.store(tokens_ptr + ROWS + empty, nothing, mask=is_empty)
-    tl.store(placed_ptr + ROWS + empty, nothing - 1, mask=is_empty)
-    tl.store(row_of_ptr + ROWS + empty, nothing, mask=is_empty)
+    tl.store(tokens_ptr + rows + empty, nothing, mask=is_empty)
+    tl.store(placed_ptr + rows + empty, nothing - 1, mask=is_empty)
+    tl.store(row_of_ptr + rows + empty, nothing, mask=is_empty)

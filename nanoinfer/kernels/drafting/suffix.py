@@ -91,9 +91,9 @@ def propose_suffixes_triton(
     counts = torch.empty(rows, dtype=torch.int32, device=tokens.device)
     texts = tokens, lengths, members, slots, groups
     width, options = tokens.stride(0), early_launch(tokens)
-    shape = {"OTHERS": others, "SHORTEST": SHORTEST}
+    lengths_of = {"SHORTEST": SHORTEST, "LONGEST": LONGEST}
     _search_kernel[(rows, others + 1, parts)](
-        *texts, best, width, **shape, LONGEST=LONGEST, PARTS=parts, BLOCK=BLOCK, num_warps=8, **options
+        *texts, best, width, parts, OTHERS=others, **lengths_of, BLOCK=BLOCK, num_warps=8, **options
     )
     _follow_kernel[(rows,)](
         *texts,
@@ -101,11 +101,11 @@ def propose_suffixes_triton(
         guesses,
         counts,
         width,
+        best.shape[1],
         MOST=most,
         BLOCK_MOST=triton.next_power_of_2(most),
         OTHERS=others,
-        KEYS=best.shape[1],
-        BLOCK_KEYS=triton.next_power_of_2(best.shape[1]),
+        BLOCK_KEYS=triton.next_power_of_2((others + 1) * MOST_PARTS),
         num_warps=1,
         **options,
     )
@@ -121,7 +121,7 @@ def _source_of(members_ptr, groups_ptr, row, number, slot, OTHERS: tl.constexpr)
     return tl.where(number == OTHERS, slot, tl.where(other == slot, -1, other))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _search_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -130,10 +130,10 @@ def _search_kernel(
     groups_ptr,
     best_ptr,
     width,
+    parts,
     OTHERS: tl.constexpr,
     SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -145,7 +145,7 @@ def _search_kernel(
     if (slot >= 0) & (source >= 0):
         length, source_length = tl.load(lengths_ptr + slot), tl.load(lengths_ptr + source)
         text_ptr, source_ptr = tokens_ptr + slot.to(tl.int64) * width, tokens_ptr + source.to(tl.int64) * width
-        share = tl.cdiv(source_length, PARTS)
+        share = tl.cdiv(source_length, parts)
         last = tl.load(text_ptr + length - 1)
         behind = tl.minimum((part + 1) * share, source_length)
         for begin in range(part * share, behind, BLOCK):
@@ -162,10 +162,10 @@ def _search_kernel(
                 depth += 1
             key = (matched.to(tl.int64) << LENGTH_BIT) | (number.to(tl.int64) << SOURCE_BIT) | end.to(tl.int64)
             best = tl.maximum(best, tl.where(matched >= SHORTEST, key, 0))
-    tl.store(best_ptr + (row * (OTHERS + 1) + number) * PARTS + part, tl.max(best))
+    tl.store(best_ptr + (row * (OTHERS + 1) + number) * parts + part, tl.max(best))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys"])
 def _follow_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -176,17 +176,17 @@ def _follow_kernel(
     guesses_ptr,
     counts_ptr,
     width,
+    keys,
     MOST: tl.constexpr,
     BLOCK_MOST: tl.constexpr,
     OTHERS: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     key_at = tl.arange(0, BLOCK_KEYS)
-    best = tl.max(tl.load(best_ptr + row * KEYS + key_at, mask=key_at < KEYS, other=0))
+    best = tl.max(tl.load(best_ptr + row * keys + key_at, mask=key_at < keys, other=0))
     number, end = ((best >> SOURCE_BIT) & 255).to(tl.int32), (best & 0xFFFFFFFF).to(tl.int32)
     slot = tl.load(slots_ptr + row)
     source = tl.maximum(_source_of(members_ptr, groups_ptr, row, number, slot, OTHERS), 0)

@@ -13,23 +13,32 @@ from nanoinfer.runner.steps.steps import Steps
 
 RUNS = 2  # of each size; the faster one counts
 CPU_ROWS = 1, 4, 16  # whose steps are timed on the CPU
+CPU_SECONDS = 0.3  # behind so many, no larger step is timed on the CPU
 LENGTH = 64  # tokens of each row's text: some repeat, so that a drafter has all guesses
 
 
 def time_steps(
-    config: Config, steps: Steps, sizes: list[VerifySize], run: Callable[[int, int], object]
+    config: Config,
+    steps: Steps,
+    sizes: list[VerifySize],
+    run: Callable[[int, int], object],
+    agree: Callable[[float], float],
 ) -> dict[VerifySize, float]:
     """Return the seconds of a step of each size, and of plain steps of as many rows, whose size has 0 guesses.
 
-    The rows have texts of random tokens, so that experts are chosen as usual. They are empty again behind it.
-    sizes: of verifying steps; on the CPU those of CPU_ROWS count. run: runs a step of so many rows and guesses
+    On the CPU the smaller sizes suffice. The rows have texts of random tokens, so that experts are chosen as usual.
+    They are empty again behind it.
+
+    sizes: of verifying steps; run: runs a step of so many rows and guesses
+    agree: returns what the ranks agree on, of each rank's own seconds
     """
     timed = [size for size in sizes if config.device == "cuda" or size[0] in CPU_ROWS]
     rows = {size[0] for size in timed}
     trial = TrialRows(config, steps, max(rows, default=0))
-    seconds = {}
+    seconds: dict[VerifySize, float] = {}
     for size in sorted({*timed, *((count, 0) for count in rows)}):
-        seconds[size] = min(_seconds(trial, run, size) for _ in range(RUNS))
+        if config.device == "cuda" or RUNS * sum(seconds.values()) < CPU_SECONDS:
+            seconds[size] = agree(min(_seconds(trial, run, size) for _ in range(RUNS)))
     trial.clear()
     return seconds
 

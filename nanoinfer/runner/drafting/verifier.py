@@ -31,7 +31,7 @@ class Verifier:
         """rows: of the batch, which moves them. All ranks make theirs together, for as many texts."""
         device = batch.device
         self._batch, self._rows = batch, rows
-        self._most = config.max_guesses
+        self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device))
         self.texts = Texts(tp.min(count, device), config.max_num_seqs, config.max_model_len, device)
         asked = config.speculation
@@ -77,6 +77,7 @@ class Verifier:
             rows.limits[:num_rows],
             rows.may_guess[:num_rows],
             guesses,
+            self._vocab_size,
         )
 
     def _accept(self, places: Places, drawn: Tensor) -> None:

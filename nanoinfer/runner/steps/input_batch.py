@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
 from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.runner.drafting.texts import DraftingRows
@@ -139,11 +140,18 @@ class InputBatch:
             context.states = StateContext(states.layers, self.slots[:num_rows])
         return context
 
-    def verify_context(self, places: Places, kv_cache: KVCache, max_context_len: int) -> Context:
-        """Return the context of a verifying step: to the layers, each place is a row that decodes one token."""
-        deltas = None if self.deltas is None else self.deltas[places.row_of]
-        tables = list(self.block_tables[places.row_of].split(self._widths, dim=1))
-        return self._context(places.positions, tables, deltas, kv_cache, max_context_len)
+    def gather(self, row_of: Tensor) -> RowColumns:
+        """Return what each place of a verifying step has of its row; row_of: [places] int32."""
+        columns = self.block_tables, self.temperatures, self.seeds, self.deltas, self.adapters
+        return gather_rows(RowColumns(*columns), row_of)
+
+    def verify_context(self, places: Places, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
+        """Return the context of a verifying step: to the layers, each place is a row that decodes one token.
+
+        own: from `gather`
+        """
+        tables = list(own.block_tables.split(self._widths, dim=1))
+        return self._context(places.positions, tables, own.deltas, kv_cache, max_context_len)
 
     def _context(
         self, positions: Tensor, tables: list[Tensor], deltas: Tensor | None, kv_cache: KVCache, max_context_len: int

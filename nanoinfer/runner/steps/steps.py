@@ -148,12 +148,12 @@ class Steps:
 
     def _draw_places(self, max_context_len: int, has_adapters: bool, places: Places) -> Tensor:
         """Run the model over the places of a verifying step, and draw behind each; returns the tokens, [places]."""
-        batch, row_of = self.batch, places.row_of
-        context = batch.verify_context(places, self.kv_cache, max_context_len)
-        adapters = batch.adapters[row_of] if has_adapters and batch.adapters is not None else None
+        own = self.batch.gather(places.row_of)
+        context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
+        adapters = own.adapters if has_adapters else None
         hidden = self._run_rows(places.tokens, context, adapters)
-        logits = self._logits(hidden, adapters, self.logits[: len(row_of)])
-        return self._sample(logits, batch.temperatures[row_of], batch.seeds[row_of], context.context_lens)
+        logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
+        return self._sample(logits, own.temperatures, own.seeds, context.context_lens)
 
     def draw(self, logits: Tensor, positions: Tensor) -> None:
         """Draw a token for each of the first rows, and advance these."""
