@@ -27,9 +27,10 @@ from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import TRY_EVERY, Budget
 from nanoinfer.engine.speculation.draws import read_verified
 from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
-from nanoinfer.engine.speculation.text_slots import MOST_MEMBERS, TextSlots
+from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.kernels.drafting.accept import NOTHING
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.runner.drafting.texts import MEMBERS
 from nanoinfer.runner.message import DecodeMessage, DraftingMessage, JoinMessage, PrefillMessage, StepMessage
 
 MOST_GUESSES = 3
@@ -262,7 +263,7 @@ class TestTextSlots:
                 running[seq] = join(texts, seq)
                 members = texts.take_changed()[running[seq].group]
                 assert members[-1] == running[seq].text
-                assert len(set(members)) == len(members) <= MOST_MEMBERS
+                assert len(set(members)) == len(members) <= MEMBERS
             elif running:
                 seq = rng.choice(list(running))
                 del running[seq]

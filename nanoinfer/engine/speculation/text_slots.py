@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.drafting.texts import MEMBERS
 from nanoinfer.runner.message import DraftingMessage
-
-MOST_MEMBERS = 16  # of a group, whose texts a drafter looks at: the newest
 
 
 class TextSlots:
@@ -18,8 +17,13 @@ class TextSlots:
     """
 
     def __init__(self, num_slots: int, num_groups: int) -> None:
-        self._free_slots = list(range(num_slots))[::-1]
-        self._free_groups = list(range(num_groups))[::-1]
+        self._num_slots, self._num_groups = num_slots, num_groups
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every sequence, whatever state an interrupt left them in."""
+        self._free_slots = list(range(self._num_slots))[::-1]
+        self._free_groups = list(range(self._num_groups))[::-1]
         self._slots: dict[Sequence, int] = {}  # of the sequences that have rows
         self._left: OrderedDict[int, int] = OrderedDict()  # slot -> request, of the others; the first goes first
         self._requests: dict[int, _Request] = {}
@@ -35,7 +39,7 @@ class TextSlots:
         self._idle.pop(seq.request_id, None)
         slot = self._slots[seq] = self._take_slot()
         request.num_rows += 1
-        request.members = [*request.members, slot][-MOST_MEMBERS:]
+        request.members = [*request.members, slot][-MEMBERS:]
         self._changed[request.group] = request.members
         own = seq.ahead
         return DraftingMessage(seq.token_ids, slot, own.end, request.group, own.most_guesses > 0)
@@ -56,11 +60,6 @@ class TextSlots:
         """Return the members' slots of each group that has changed since the last call."""
         changed, self._changed = self._changed, {}
         return changed
-
-    def clear(self) -> None:
-        """Let all leave."""
-        for seq in list(self._slots):
-            self.leave(seq)
 
     def _take_slot(self) -> int:
         if self._free_slots:
