@@ -31,6 +31,7 @@ class Verifier:
         """rows: of the batch, which moves them. All ranks make theirs together, for as many texts."""
         device = batch.device
         self._batch, self._rows = batch, rows
+        self._skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device))
         self.texts = Texts(tp.min(count, device), config.max_num_seqs, config.max_model_len, device)
@@ -61,7 +62,7 @@ class Verifier:
         """
         self.note(num_rows)
         places = self._place(num_rows, guesses)
-        self._accept(places, draw(places) if places.tokens.is_cuda else _draw_filled(places, draw, logits))
+        self._accept(places, _draw_filled(places, draw, logits) if self._skips_empty else draw(places))
 
     def _place(self, num_rows: int, guesses: int) -> Places:
         """Propose guesses for the first rows, and pack them into so many places behind these."""
@@ -89,7 +90,7 @@ class Verifier:
 
 
 def _draw_filled(places: Places, draw: Callable[[Places], Tensor], logits: Tensor) -> Tensor:
-    """Draw for the places that are not empty alone: a CPU replays no graph, whose sizes are fixed.
+    """Draw for the places that are not empty alone.
 
     Returns as many tokens as there are places. logits: the first ones become those of the rows
     """
