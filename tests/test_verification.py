@@ -222,7 +222,7 @@ def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeL
     host.join([0, 1], [128, 128])
     assert host.verify(8) == [(3, 2), (3, 2)]
     assert host.verify(8) == [(5, 4), (5, 4)]
-    assert host.verify(6) == [(5, 4), (3, 2)]  # the places suffice for no more
+    assert host.verify(5) == [(4, 3), (3, 2)]  # the places suffice for no more
     host.runner.steps.verifier._drafter.mode = "right, then wrong"
     assert host.verify(8) == [(3, 4), (3, 4)]
     assert host.verify(8) == [(3, 3), (3, 3)]
