@@ -27,6 +27,7 @@ from nanoinfer.runner.message import (
     LogitsMessage,
     PrefillMessage,
 )
+from nanoinfer.runner.trials import Trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,6 +284,20 @@ def test_times_of_steps_leave_nothing_behind(make_llm: MakeLLM) -> None:
     assert min(times.values()) > 0
     batch = host.runner.steps.batch
     assert batch.positions.tolist() == batch.drafting.texts.tolist() == [-1] * 6
+
+
+def test_steps_are_tried_that_verify(make_llm: MakeLLM) -> None:
+    """A GPU runs these before the first request, to compile their kernels and to measure their memory."""
+    runner = make_llm(speculation="suffix", **OPTIONS, max_num_batched_tokens=64).engine.ranks.runner
+    trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
+    decodes = trials.largest_decodes(runner.verify_sizes)
+    assert decodes == [(6, DecodeKind()), (6, DecodeKind(guesses=24))]
+    for step in trials.largest_prefills():
+        runner.run(step)
+    assert runner.steps.verifier.texts.lengths[:7].tolist() == [11, 11, 11, 11, 10, 10, 0]
+    with torch.inference_mode():
+        for rows, kind in decodes:
+            runner._decode_rows(rows, kind)
 
 
 class TestSizes:
