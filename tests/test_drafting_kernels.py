@@ -118,29 +118,36 @@ def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
     return guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess))
 
 
-@pytest.mark.parametrize("places", [1, 4, 33])
+def wanted_by_hand(args: tuple[Tensor, ...]) -> list[int]:
+    """How many guesses each row would have if there were places for all."""
+    wanted = []
+    for guesses, count, _, position, end, limit, may_guess in zip(*(x.tolist() for x in args), strict=True):
+        count = next((i for i, guess in enumerate(guesses[:count]) if not 0 <= guess < VOCABULARY), count)
+        wanted.append(max(0, min(count, limit, end - position - 2)) if position >= 0 and may_guess else 0)
+    return wanted
+
+
+@pytest.mark.parametrize("places", [1, 4, 7, 33])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int) -> None:
     args = random_rows(random.Random(seed), 1 + seed, 4)
     packed = pack_guesses_reference(*args, places, VOCABULARY)
-    tokens, positions, row_of, first, counts = (x.tolist() for x in packed)
-    expected: list[tuple[int, int, int]] = []  # of each guess
-    for row, (guesses, count, _, position, end, limit, may) in enumerate(zip(*(x.tolist() for x in args), strict=True)):
-        goes_on = position >= 0 and position + 1 < end
-        assert (positions[row], row_of[row]) == (position if goes_on else -1, row)
-        count = next((i for i, guess in enumerate(guesses[:count]) if not 0 <= guess < VOCABULARY), count)
-        fit = max(0, min(count, limit, end - position - 2)) if goes_on and may else 0
-        guessed = [(guess, position + 1 + i, row) for i, guess in enumerate(guesses[:fit])][: places - len(expected)]
-        assert counts[row] == len(guessed)
-        assert not guessed or first[row] == len(expected)
-        expected += guessed
-    rows = len(args[0])
-    assert tokens[:rows] == args[2].tolist()
+    rows, wanted = len(args[0]), wanted_by_hand(args)
+    in_turn = [(nth, row) for nth in range(4) for row in range(rows) if nth < wanted[row]][:places]
+    expected = [
+        (int(args[0][row, nth]), int(args[3][row]) + 1 + nth, row) for row, nth in sorted((b, a) for a, b in in_turn)
+    ]
     empty = [(0, -1, 0)] * (places - len(expected))
+    tokens, positions, row_of, first, counts = (x.tolist() for x in packed)
     assert list(zip(tokens[rows:], positions[rows:], row_of[rows:], strict=True)) == expected + empty
+    assert counts == [sum(row == own for _, own in in_turn) for row in range(rows)]
+    assert first == [sum(counts[:row]) for row in range(rows)]
+    goes_on = (args[3] >= 0) & (args[3] + 1 < args[4])
+    assert (tokens[:rows], row_of[:rows]) == (args[2].tolist(), list(range(rows)))
+    assert positions[:rows] == args[3].where(goes_on, -1).tolist()
 
 
-@pytest.mark.parametrize("places", [1, 4, 33])
+@pytest.mark.parametrize("places", [1, 4, 7, 33])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_kernel_packs_as_the_reference(seed: int, places: int) -> None:
     args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY

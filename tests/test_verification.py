@@ -27,6 +27,7 @@ from nanoinfer.runner.message import (
     LogitsMessage,
     PrefillMessage,
 )
+from nanoinfer.runner.trials import Trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,21 +106,21 @@ class Host:
             if slot in settings:
                 logits = LogitsMessage(settings[slot], array("i"), len(tokens), (), 0)
             joins.append(JoinMessage(number, tables, TEMPERATURES[slot], slot, logits, drafting=drafting))
-        first = self.runner.run(PrefillMessage([], len(self.slots), chunks, joins, members=members))
+        first = self.runner.call("run", PrefillMessage([], len(self.slots), chunks, joins, members=members))
         assert first is not None
         self.tokens += [[token] for token in first.wait()]
         self.slots += slots
 
     def plain(self, moves: list[tuple[int, int]] | None = None) -> None:
         message = DecodeMessage(moves or [], len(self.slots), [], 128)
-        pending = self.runner.run(message)
+        pending = self.runner.call("run", message)
         assert pending is not None
         for own, token in zip(self.tokens, pending.wait(), strict=True):
             own.append(token)
 
     def verify(self, guesses: int) -> list[tuple[int, int]]:
         """Run a verifying step; returns how many tokens each row kept, and how many guesses it had."""
-        pending = self.runner.run(DecodeMessage([], len(self.slots), [], 128, guesses=guesses))
+        pending = self.runner.call("run", DecodeMessage([], len(self.slots), [], 128, guesses=guesses))
         assert pending is not None
         told = []
         for own, (*tokens, proposed) in zip(self.tokens, pending.wait(), strict=True):
@@ -177,12 +178,52 @@ def test_rows_get_the_tokens_of_plain_steps_up_to_their_ends(mode: str, determin
     assert host.verify(20) == [(0, 0)] * len(slots)  # all have ended
 
 
+def test_empty_places_change_nothing(make_llm: MakeLLM) -> None:
+    """Where kernels are interpreted, steps have all places, as a GPU's graphs have."""
+    host = make_host(make_llm, "alternating", attention_backend="triton")
+    host.join([0, 1, 3], [len(PROMPTS[0]) + 3, 128, 128])
+    told = [host.verify(guesses) for guesses in (12, 2, 12)]
+    for slot, own in zip(host.slots, host.tokens, strict=True):
+        assert own == expected(False)[slot][: len(own)]
+    assert told[2][0] == (0, 0)  # has ended
+    assert told[0] == [(1, 1), (3, 2), (3, 2)]
+
+
+def test_two_ranks_verify_alike(make_llm: MakeLLM) -> None:
+    host = make_host(make_llm, "right, then wrong", tensor_parallel_size=2)
+    host.join([0, 1, 2, 3], ends_of([0, 1, 2, 3]))
+    host.plain()
+    for _ in range(TOKENS):
+        host.verify(12)
+    for slot, own in enumerate(host.tokens):
+        assert own == expected(False)[slot][:TOKENS]
+    assert len(host.runner.call("time_steps")) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=repr)
+def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: MakeLLM) -> None:
+    on_gpu = {**OPTIONS, **options, "device": "cuda", "dtype": "float32"}
+    slots = list(range(len(PROMPTS)))
+    plain, host = Host(make_llm(**on_gpu)), Host(make_llm(**on_gpu, speculation="suffix"))
+    for one in (plain, host):
+        one.join(slots, [128] * len(slots))
+    for _ in range(60):
+        plain.plain()
+    assert host.runner.call("time_steps").keys() >= {(1, 0), (1, 2), (1, 4), (6, 0), (6, 24)}
+    for step in range(12):
+        host.plain() if step % 4 == 3 else host.verify(24)
+    assert max(map(len, host.tokens)) > 13
+    for own, right in zip(host.tokens, plain.tokens, strict=True):
+        assert own[:61] == right[: len(own)]
+
+
 def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeLLM) -> None:
     host = make_host(make_llm)
     host.join([0, 1], [128, 128])
     assert host.verify(8) == [(3, 2), (3, 2)]
     assert host.verify(8) == [(5, 4), (5, 4)]
-    assert host.verify(6) == [(5, 4), (3, 2)]  # the places suffice for no more
+    assert host.verify(5) == [(4, 3), (3, 2)]  # the places suffice for no more
     host.runner.steps.verifier._drafter.mode = "right, then wrong"
     assert host.verify(8) == [(3, 4), (3, 4)]
     assert host.verify(8) == [(3, 3), (3, 3)]
@@ -243,6 +284,20 @@ def test_times_of_steps_leave_nothing_behind(make_llm: MakeLLM) -> None:
     assert min(times.values()) > 0
     batch = host.runner.steps.batch
     assert batch.positions.tolist() == batch.drafting.texts.tolist() == [-1] * 6
+
+
+def test_steps_are_tried_that_verify(make_llm: MakeLLM) -> None:
+    """A GPU runs these before the first request, to compile their kernels and to measure their memory."""
+    runner = make_llm(speculation="suffix", **OPTIONS, max_num_batched_tokens=64).engine.ranks.runner
+    trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
+    decodes = trials.largest_decodes(runner.verify_sizes)
+    assert decodes == [(6, DecodeKind()), (6, DecodeKind(guesses=24))]
+    for step in trials.largest_prefills():
+        runner.run(step)
+    assert runner.steps.verifier.texts.lengths[:7].tolist() == [11, 11, 11, 11, 10, 10, 0]
+    with torch.inference_mode():
+        for rows, kind in decodes:
+            runner._decode_rows(rows, kind)
 
 
 class TestSizes:

@@ -199,7 +199,7 @@ class ModelRunner:
         if self.tp.size > 1 or not sizes:
             return
         prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
-        draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
+        draw = partial(self.steps.draw, self.logits[: self.config.max_num_seqs], self.steps.batch.positions)
         largest = sizes[PLAIN][-1], PLAIN
         steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]
         decode = [partial(self._try_decode, *step) for step in steps if step != largest]

@@ -15,7 +15,7 @@ from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.drafting.sizes import VerifySize
-from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
+from nanoinfer.runner.message import ChunkMessage, DraftingMessage, JoinMessage, PrefillMessage
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded
@@ -52,6 +52,13 @@ class Trials:
         """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""
         return [step for adapter in self.adapters for step in self._largest_prefills(adapter)]
 
+    def _join(self, chunk: int, length: int) -> JoinMessage:
+        """Let the prompt of a chunk join, whose text goes to the slot of the same number."""
+        drafting = None
+        if self._config.speculation is not None:
+            drafting = DraftingMessage(array("i", [0]) * length, chunk, self._config.max_model_len)
+        return JoinMessage(chunk, self._tables, 1.0, 0, drafting=drafting)
+
     def largest_decodes(self, verifying: list[VerifySize]) -> list[tuple[int, DecodeKind]]:
         """Return the rows and kinds of decode steps of which one takes the most memory.
 
@@ -71,7 +78,7 @@ class Trials:
         prompts = min(config.max_num_seqs, tokens)
         lengths = [min(tokens // prompts + (i < tokens % prompts), most) for i in range(prompts)]
         chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter) for length in lengths]
-        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts)]
+        joins = [self._join(chunk, length) for chunk, length in enumerate(lengths)]
         steps = [PrefillMessage([], 0, chunks, joins)]
         length = min(tokens, most)
         may_attend = config.attention_backend == "triton" and not config.is_in_order

@@ -42,10 +42,11 @@ def pack_guesses(
     num_places: int,
     vocab_size: int,
 ) -> Places:
-    """Pack the guesses of all rows into so many places, in the order of the rows; what comes behind these is cut.
+    """Pack the guesses of all rows into so many places, in the order of the rows.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
-    A number that is no token id ends its guesses.
+    A number that is no token id ends its guesses. If the places do not suffice, all rows have their first guesses
+    before any has later ones, because a later guess holds only behind all that come before it.
 
     guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
     last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
@@ -73,8 +74,10 @@ def pack_guesses_reference(
     wanted = torch.minimum(torch.minimum(counts, limits), ends - positions - 2).clamp(min=0)
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
     wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
-    first = (wanted.cumsum(0) - wanted).clamp(max=num_places).int()
-    taken = torch.minimum(wanted, num_places - first)
+    level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
+    taken, has_more = torch.minimum(wanted, level), wanted > level
+    taken += has_more & (has_more.cumsum(0) <= num_places - taken.sum())
+    first, taken = (taken.cumsum(0) - taken).int(), taken.int()
     tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
     placed = torch.cat([positions.where(goes_on, -1), positions.new_full((num_places,), -1)])
     row_of = torch.cat([torch.arange(rows, dtype=torch.int32), positions.new_zeros(num_places)])
@@ -162,8 +165,13 @@ def _pack_kernel(
     wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
-    first = tl.minimum(tl.cumsum(wanted, 0) - wanted, places)
-    taken = tl.minimum(wanted, places - first)
+    level = 0  # that all may have
+    for most in tl.static_range(1, MOST + 1):
+        level += (tl.sum(tl.minimum(wanted, most)) <= places).to(tl.int32)
+    taken = tl.minimum(wanted, level)
+    has_more = (wanted > level).to(tl.int32)
+    taken += (has_more > 0) & (tl.cumsum(has_more, 0) <= places - tl.sum(taken))
+    first = tl.cumsum(taken, 0) - taken
     tl.store(first_ptr + row, first, mask=mask)
     tl.store(taken_ptr + row, taken, mask=mask)
     tl.store(tokens_ptr + row, tl.load(last_tokens_ptr + row, mask=mask), mask=mask)

@@ -57,8 +57,11 @@ def propose_suffixes_reference(
     own_length = lengths[slots[row[pair]].long()]
     same = (texts[pair[:, None], before.clamp(min=0)] == ends[row[pair]]) & (before >= 0) & (back < own_length[:, None])
     matched = same.long().cumprod(dim=1).sum(dim=1)
+    long = matched >= SHORTEST
+    if not long.any():  # the usual case of a text that does not repeat
+        return tokens.new_zeros(len(slots), most), tokens.new_zeros(len(slots))
     keys = (matched << LENGTH_BIT.value) | (column[pair] << SOURCE_BIT.value) | (at + 1)
-    keys = keys.where(matched >= SHORTEST, 0)
+    keys = keys.where(long, 0)
     best = keys.new_zeros(len(slots)).scatter_reduce_(0, row[pair], keys, "amax")
     return _follow_reference(best, tokens, lengths, sources, most)
 

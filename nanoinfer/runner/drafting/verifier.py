@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanoinfer.attention.context import Guesses
 from nanoinfer.config import Config
 from nanoinfer.drafting.drafter import Drafter, RowTexts
 from nanoinfer.drafting.suffix import SuffixDrafter
@@ -20,6 +21,8 @@ from nanoinfer.runner.memory.plan import total_bytes
 from nanoinfer.runner.message import PrefillMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
 
+Draw = Callable[[Places, Guesses | None], Tensor]
+
 
 class Verifier:
     """Proposes guesses for the rows of a batch, gives them places in a step, and keeps those that hold.
@@ -31,6 +34,8 @@ class Verifier:
         """rows: of the batch, which moves them. All ranks make theirs together, for as many texts."""
         device = batch.device
         self._batch, self._rows = batch, rows
+        self._heads = config.description.num_heads // tp.size
+        self._skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device))
         self.texts = Texts(tp.min(count, device), config.max_num_seqs, config.max_model_len, device)
@@ -54,14 +59,18 @@ class Verifier:
         of_rows = rows.texts[:num_rows], batch.positions[:num_rows], batch.last_tokens[:num_rows]
         write_last_tokens(texts.tokens, texts.lengths, *of_rows)
 
-    def verify(self, num_rows: int, guesses: int, draw: Callable[[Places], Tensor], logits: Tensor) -> None:
+    def verify(self, num_rows: int, guesses: int, draw: Draw, logits: Tensor) -> None:
         """Run a verifying step over the first rows, with places for so many guesses.
 
         draw: runs the model over some places, and returns a token for each; logits: where it writes theirs
         """
         self.note(num_rows)
         places = self._place(num_rows, guesses)
-        self._accept(places, draw(places) if places.tokens.is_cuda else _draw_filled(places, draw, logits))
+        if self._skips_empty:
+            drawn = _draw_filled(places, draw, logits)
+        else:
+            drawn = draw(places, Guesses(places.first, places.counts, self._most, self._heads))
+        self._accept(places, drawn)
 
     def _place(self, num_rows: int, guesses: int) -> Places:
         """Propose guesses for the first rows, and pack them into so many places behind these."""
@@ -88,8 +97,8 @@ class Verifier:
         accept_guesses(drawn, places, rows, self.kept[:num_rows])
 
 
-def _draw_filled(places: Places, draw: Callable[[Places], Tensor], logits: Tensor) -> Tensor:
-    """Draw for the places that are not empty alone: a CPU replays no graph, whose sizes are fixed.
+def _draw_filled(places: Places, draw: Draw, logits: Tensor) -> Tensor:
+    """Draw for the places that are not empty alone.
 
     Returns as many tokens as there are places. logits: the first ones become those of the rows
     """
@@ -98,7 +107,7 @@ def _draw_filled(places: Places, draw: Callable[[Places], Tensor], logits: Tenso
     if len(filled) == 0:
         return drawn
     some = Places(places.tokens[filled], places.positions[filled], places.row_of[filled], *places[3:])
-    drawn[filled] = draw(some)
+    drawn[filled] = draw(some, None)
     if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
         logits[filled] = logits[: len(filled)].clone()
     return drawn

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, Guesses
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.pack import Places
@@ -146,10 +146,14 @@ class Steps:
         draw = partial(self._draw_places, max_context_len, has_adapters)
         self.verifier.verify(num_rows, guesses, draw, self.logits)
 
-    def _draw_places(self, max_context_len: int, has_adapters: bool, places: Places) -> Tensor:
-        """Run the model over the places of a verifying step, and draw behind each; returns the tokens, [places]."""
+    def _draw_places(self, max_context_len: int, has_adapters: bool, places: Places, guesses: Guesses | None) -> Tensor:
+        """Run the model over the places of a verifying step, and draw behind each; returns the tokens, [places].
+
+        guesses: which of the places they have; None: some places were left out
+        """
         own = self.batch.gather(places.row_of)
         context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
+        context.guesses = guesses
         adapters = own.adapters if has_adapters else None
         hidden = self._run_rows(places.tokens, context, adapters)
         logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
