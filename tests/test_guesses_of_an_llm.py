@@ -184,9 +184,26 @@ def without_counts(output: RequestOutput) -> RequestOutput:
     return copy
 
 
+def test_rows_that_guess_have_their_own_adapters() -> None:
+    generator = torch.Generator().manual_seed(1)
+    module = "model.layers.3.mlp.down_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.randn(8, 512, generator=generator) / 10,
+        f"{module}.lora_B.weight": torch.randn(192, 8, generator=generator) / 10,
+    }
+    params = [replace(own, adapter=[None, "mine"][i % 2]) for i, own in enumerate(PARAMS)]
+    results = []
+    for speculation in (None, "suffix"):
+        with make(speculation=speculation, max_adapters=2) as llm:
+            llm.load_adapter("mine", tensors, alpha=16)
+            results.append(run(llm, params=params))
+    assert_equal(results[1], results[0])
+
+
 def test_it_sleeps_and_takes_new_weights(llm: LLM, expected: list[RequestOutput]) -> None:
-    llm.sleep(level=1)
+    llm.sleep(level=2)
     llm.wake_up()
+    llm.load_weights(BUNDLED_MODEL)
     assert_equal(run(llm), expected)
 
 
