@@ -49,6 +49,7 @@ class SpeculatingScheduler(Scheduler):
         may_guess = is_plain(seq.params) and seq.num_output_tokens >= seq.params.min_tokens
         # The prompt's last chunk gives the first token.
         seq.ahead = Ahead(end, self._max_guesses if may_guess else 0, num_steps=1, most_tokens=1)
+        seq.check_at = self.block_manager.next_end(len(seq))
         super()._start(seq)
 
     def _check(self, seq: Sequence) -> None:
@@ -118,7 +119,7 @@ class SpeculatingScheduler(Scheduler):
         """Count the next step in, which has places for so many guesses, and give its sequences their blocks."""
         if not self.decoding:
             return None
-        seqs, longest, append = self.decoding.copy(), 0, self.block_manager.append
+        seqs, due, longest, append = self.decoding.copy(), [], 0, self.block_manager.append
         grown = [(seq, *place) for seq in self.full for place in append(seq, _count(seq, guesses))]
         self.full.clear()
         for seq in seqs:
@@ -126,10 +127,13 @@ class SpeculatingScheduler(Scheduler):
             seq.num_scheduled += _count(seq, guesses)
             own.most_tokens += own.reach(guesses)
             own.num_steps += 1
-            longest = max(longest, seq.num_scheduled)
+            if seq.num_scheduled > longest:
+                longest = seq.num_scheduled
+            if seq.num_scheduled >= seq.check_at:
+                due.append(seq)  # it may have come that far when the step is read back
             self._check(seq)
         self._num_verifying += guesses > 0
-        return DecodeStep(seqs, grown, seqs, longest, guesses)
+        return DecodeStep(seqs, grown, due, longest, guesses)
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int | list[int]]]) -> tuple[list[Sequence], int]:
         """Take the tokens of the oldest step in flight, as Scheduler does; a list has those that a sequence got."""
@@ -161,13 +165,18 @@ class SpeculatingScheduler(Scheduler):
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
         """Append tokens, one of which may end the sequence; returns how many it has got."""
-        for count, token_id in enumerate(tokens, 1):
-            is_ended = self._append(seq, token_id)
-            if seq.on_token is not None:
-                seq.on_token()
-            if is_ended or seq.finish_reason is not None:
-                return count
         own = _ahead(seq)
+        if len(seq) >= seq.check_at:  # what fills blocks up to there has just been recorded
+            seq.check_at = self.block_manager.next_end(len(seq))
+        if len(seq) + len(tokens) < own.end and seq.on_token is None and seq.stop_ids.isdisjoint(tokens):
+            seq.token_ids.extend(tokens)  # the usual case
+        else:
+            for count, token_id in enumerate(tokens, 1):
+                is_ended = self._append(seq, token_id)
+                if seq.on_token is not None:
+                    seq.on_token()
+                if is_ended or seq.finish_reason is not None:
+                    return count
         if seq.status is not SequenceStatus.WAITING:  # as one that `_append` lets start again does
             seq.num_scheduled = min(len(seq) - 1 + own.most_tokens, own.end - 1)
             if seq.status is SequenceStatus.RUNNING:
