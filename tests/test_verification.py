@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +217,23 @@ def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: 
     assert max(map(len, host.tokens)) > 13
     for own, right in zip(host.tokens, plain.tokens, strict=True):
         assert own[:61] == right[: len(own)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda guesses, counts: (guesses[:, :2], counts), r"guesses of torch.int32 and shape \[1, 4\] on cpu, not of"),
+        (lambda guesses, counts: (guesses, counts.long()), "counts of torch.int32 .*, not of torch.int64"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], told: str, make_llm: MakeLLM) -> None:
+    host = make_host(make_llm)
+    host.join([0], [128])
+    drafter = host.runner.steps.verifier._drafter
+    host.runner.steps.verifier._drafter = SimpleNamespace(propose=lambda *args: change(*drafter.propose(*args)))
+    with pytest.raises(ValueError, match=told):
+        host.verify(4)
 
 
 def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeLLM) -> None:
