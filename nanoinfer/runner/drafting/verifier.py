@@ -89,6 +89,7 @@ class Verifier:
             rows.may_guess[:num_rows],
             guesses,
             self._vocab_size,
+            are_free=not self._skips_empty,
         )
 
     def _accept(self, places: Places, drawn: Tensor) -> None:
