@@ -25,6 +25,7 @@ from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_
 
 WIDTH, SLOTS, MEMBERS, VOCABULARY = 64, 6, 3, 9
 SEEDS = range(8)
+PLACES = [(1, True), (4, False), (7, True), (33, False), (33, True)]
 
 
 def ints(values: Any) -> Tensor:
@@ -118,21 +119,24 @@ def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
     return guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess))
 
 
-def wanted_by_hand(args: tuple[Tensor, ...]) -> list[int]:
+def wanted_by_hand(args: tuple[Tensor, ...], has_limits: bool) -> list[int]:
     """How many guesses each row would have if there were places for all."""
     wanted = []
     for guesses, count, _, position, end, limit, may_guess in zip(*(x.tolist() for x in args), strict=True):
         count = next((i for i, guess in enumerate(guesses[:count]) if not 0 <= guess < VOCABULARY), count)
-        wanted.append(max(0, min(count, limit, end - position - 2)) if position >= 0 and may_guess else 0)
+        most = min(count, end - position - 2, limit if has_limits else count)
+        wanted.append(max(0, most) if position >= 0 and may_guess else 0)
     return wanted
 
 
-@pytest.mark.parametrize("places", [1, 4, 7, 33])
+@pytest.mark.parametrize(("places", "are_free"), PLACES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int) -> None:
+def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int, are_free: bool) -> None:
     args = random_rows(random.Random(seed), 1 + seed, 4)
-    packed = pack_guesses_reference(*args, places, VOCABULARY)
-    rows, wanted = len(args[0]), wanted_by_hand(args)
+    packed = pack_guesses_reference(*args, places, VOCABULARY, are_free)
+    rows, wanted = len(args[0]), wanted_by_hand(args, has_limits=False)
+    if not are_free or sum(wanted) > places:
+        wanted = wanted_by_hand(args, has_limits=True)
     in_turn = [(nth, row) for nth in range(4) for row in range(rows) if nth < wanted[row]][:places]
     expected = [
         (int(args[0][row, nth]), int(args[3][row]) + 1 + nth, row) for row, nth in sorted((b, a) for a, b in in_turn)
@@ -147,17 +151,17 @@ def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int) -> 
     assert positions[:rows] == args[3].where(goes_on, -1).tolist()
 
 
-@pytest.mark.parametrize("places", [1, 4, 7, 33])
+@pytest.mark.parametrize(("places", "are_free"), PLACES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_kernel_packs_as_the_reference(seed: int, places: int) -> None:
-    args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY
+def test_the_kernel_packs_as_the_reference(seed: int, places: int, are_free: bool) -> None:
+    args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY, are_free
     assert same(on_device(pack_guesses_triton, *args)[0], pack_guesses_reference(*args))
 
 
 def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Places, AdvancedRows, Tensor]:
     """Return what accept_guesses takes; the draws often are the guesses."""
     args = random_rows(rng, rows, most)
-    places = pack_guesses_reference(*args, 3 * rows, VOCABULARY)
+    places = pack_guesses_reference(*args, 3 * rows, VOCABULARY, False)
     drawn = [rng.choice([-1, -2, 3]) if rng.random() < 0.1 else rng.randrange(9) for _ in places.tokens]
     for row, (first, count) in enumerate(zip(places.first.tolist(), places.counts.tolist(), strict=True)):
         for i in range(count):
@@ -207,7 +211,7 @@ def test_the_kernel_accepts_as_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("write", [write_last_tokens_reference, write_last_tokens_triton])
 def test_last_tokens_come_into_the_texts(write: Callable[..., None]) -> None:
     texts, lengths = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    args = texts, lengths, ints([2, -1, 0]), ints([5, -1, 7]), ints([11, 12, 13])
+    args = texts, lengths, ints([2, -1, 0, 1]), ints([5, -1, 7, 8]), ints([11, 12, 13, 14])
     _, (tokens, lengths, *_) = on_device(write, *args)
     expected = torch.zeros(4, 8, dtype=torch.int32)
     expected[2, 5], expected[0, 7] = 11, 13

@@ -7,10 +7,12 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import HAS_CUDA
 from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -178,6 +180,7 @@ def test_rows_get_the_tokens_of_plain_steps_up_to_their_ends(mode: str, determin
     assert host.verify(20) == [(0, 0)] * len(slots)  # all have ended
 
 
+@pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU; the next test has its graphs")
 def test_empty_places_change_nothing(make_llm: MakeLLM) -> None:
     """Where kernels are interpreted, steps have all places, as a GPU's graphs have."""
     host = make_host(make_llm, "alternating", attention_backend="triton")
@@ -186,7 +189,7 @@ def test_empty_places_change_nothing(make_llm: MakeLLM) -> None:
     for slot, own in zip(host.slots, host.tokens, strict=True):
         assert own == expected(False)[slot][: len(own)]
     assert told[2][0] == (0, 0)  # has ended
-    assert told[0] == [(1, 1), (3, 2), (3, 2)]
+    assert told[0] == [(1, 1), (5, 4), (5, 4)]  # limits count only where places do not suffice
 
 
 def test_two_ranks_verify_alike(make_llm: MakeLLM) -> None:
@@ -206,16 +209,33 @@ def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: 
     on_gpu = {**OPTIONS, **options, "device": "cuda", "dtype": "float32"}
     slots = list(range(len(PROMPTS)))
     plain, host = Host(make_llm(**on_gpu)), Host(make_llm(**on_gpu, speculation="suffix"))
+    assert host.runner.call("time_steps").keys() >= {(1, 0), (1, 2), (1, 4), (6, 0), (6, 24)}
     for one in (plain, host):
         one.join(slots, [128] * len(slots))
     for _ in range(60):
         plain.plain()
-    assert host.runner.call("time_steps").keys() >= {(1, 0), (1, 2), (1, 4), (6, 0), (6, 24)}
     for step in range(12):
         host.plain() if step % 4 == 3 else host.verify(24)
     assert max(map(len, host.tokens)) > 13
     for own, right in zip(host.tokens, plain.tokens, strict=True):
         assert own[:61] == right[: len(own)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda guesses, counts: (guesses[:, :2], counts), r"guesses of torch.int32 and shape \[1, 4\] on cpu, not of"),
+        (lambda guesses, counts: (guesses, counts.long()), "counts of torch.int32 .*, not of torch.int64"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], told: str, make_llm: MakeLLM) -> None:
+    host = make_host(make_llm)
+    host.join([0], [128])
+    drafter = host.runner.steps.verifier._drafter
+    host.runner.steps.verifier._drafter = SimpleNamespace(propose=lambda *args: change(*drafter.propose(*args)))
+    with pytest.raises(ValueError, match=told):
+        host.verify(4)
 
 
 def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeLLM) -> None:

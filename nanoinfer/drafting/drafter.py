@@ -29,7 +29,7 @@ class Drafter(Protocol):
     """Proposes tokens that may follow the rows' texts. A wrong guess costs time and changes no token."""
 
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
-        """Return guesses for each row, [rows, most] int32, and how many there are, [rows] int32.
+        """Return guesses for each row, [rows, most] int32, and how many there are, [rows] int32, on the texts' device.
 
         On CUDA a graph records all of it, so its launches depend on shapes alone. Empty rows may get anything. A number
         that is no token id ends its row's guesses.

@@ -137,7 +137,7 @@ class DecodeMessage:
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
     transfers: Transfers | None = None
     has_adapters: bool = False  # whether some row has an adapter
-    guesses: int = 0  # places for guesses beside the rows' last tokens; 0: none are verified, and some sizes have none
+    guesses: int = 0  # places for guesses beside the rows' last tokens, see verify_sizes; 0: none are verified
 
     @property
     def num_tokens(self) -> int:

@@ -79,7 +79,8 @@ class ModelRunner:
         self.send = send
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
-        self.verify_sizes = verify_sizes(config.max_num_seqs, config.max_guesses) if config.speculation else []
+        speculates = config.speculation is not None
+        self.verify_sizes = verify_sizes(config.max_num_seqs, config.max_guesses) if speculates else []
         self.graphs = None
         self.offload: Offload | None = None
         self.host_blocks: HostBlocks | None = None

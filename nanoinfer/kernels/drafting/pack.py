@@ -41,20 +41,23 @@ def pack_guesses(
     may_guess: Tensor,
     num_places: int,
     vocab_size: int,
+    are_free: bool,
 ) -> Places:
     """Pack the guesses of all rows into so many places, in the order of the rows.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
-    A number that is no token id ends its guesses. If the places do not suffice, all rows have their first guesses
-    before any has later ones, because a later guess holds only behind all that come before it.
+    A number that is no token id ends its guesses. Where empty places take as long as others, limits count only if there
+    are fewer places than guesses. If the places do not suffice, all rows have their first guesses before any has later
+    ones, because a later guess holds only behind all that come before it.
 
     guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
     last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
     ends, limits, may_guess: [rows] int32: a text has at most so many tokens; a step verifies at most so many guesses of
         a row; 0: it has none
+    are_free: empty places take as long as others
     """
     function = pack_guesses_triton if guesses.is_cuda else pack_guesses_reference
-    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size)
+    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size, are_free)
 
 
 def pack_guesses_reference(
@@ -67,13 +70,16 @@ def pack_guesses_reference(
     may_guess: Tensor,
     num_places: int,
     vocab_size: int,
+    are_free: bool,
 ) -> Places:
     """pack_guesses in torch."""
     rows, most = guesses.shape
     goes_on = (positions >= 0) & (positions + 1 < ends)
-    wanted = torch.minimum(torch.minimum(counts, limits), ends - positions - 2).clamp(min=0)
+    wanted = torch.minimum(counts, ends - positions - 2).clamp(min=0)
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
     wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
+    if not are_free or wanted.sum() > num_places:
+        wanted = torch.minimum(wanted, limits)
     level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
     taken, has_more = torch.minimum(wanted, level), wanted > level
     taken += has_more & (has_more.cumsum(0) <= num_places - taken.sum())
@@ -98,6 +104,7 @@ def pack_guesses_triton(
     may_guess: Tensor,
     num_places: int,
     vocab_size: int,
+    are_free: bool,
 ) -> Places:
     """pack_guesses as one launch, of one program."""
     rows, most = guesses.shape
@@ -122,6 +129,7 @@ def pack_guesses_triton(
         BLOCK_MOST=triton.next_power_of_2(most),
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_PLACES=BLOCK_PLACES,
+        ARE_FREE=are_free,
         **early_launch(guesses),
     )
     return Places(*places, *of_rows)
@@ -148,6 +156,7 @@ def _pack_kernel(
     BLOCK_MOST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
+    ARE_FREE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
@@ -156,7 +165,7 @@ def _pack_kernel(
     position = tl.load(positions_ptr + row, mask=mask, other=-1)
     end = tl.load(ends_ptr + row, mask=mask, other=0)
     goes_on = (position >= 0) & (position + 1 < end)
-    wanted = tl.minimum(tl.load(counts_ptr + row, mask=mask, other=0), tl.load(limits_ptr + row, mask=mask, other=0))
+    wanted = tl.load(counts_ptr + row, mask=mask, other=0)
     wanted = tl.maximum(tl.minimum(wanted, end - position - 2), 0)
     guess = tl.arange(0, BLOCK_MOST)
     is_there = mask[:, None] & (guess < MOST)[None, :]
@@ -165,6 +174,10 @@ def _pack_kernel(
     wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
+    limit = tl.load(limits_ptr + row, mask=mask, other=0)
+    if ARE_FREE:
+        limit = tl.where(tl.sum(wanted) > places, limit, MOST)
+    wanted = tl.minimum(wanted, limit)
     level = 0  # that all may have
     for most in tl.static_range(1, MOST + 1):
         level += (tl.sum(tl.minimum(wanted, most)) <= places).to(tl.int32)

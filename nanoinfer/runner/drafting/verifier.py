@@ -77,9 +77,11 @@ class Verifier:
         texts, batch, rows = self.texts, self._batch, self._rows
         own = RowTexts(texts.tokens, texts.lengths, texts.members, rows.texts[:num_rows], rows.groups[:num_rows])
         proposed, counts = self._drafter.propose(own, self._most)
+        _check("guesses", proposed, (num_rows, self._most), batch.device)
+        _check("counts", counts, (num_rows,), batch.device)
         return pack_guesses(
-            proposed,
-            counts,
+            proposed.contiguous(),
+            counts.contiguous(),
             batch.last_tokens[:num_rows],
             batch.positions[:num_rows],
             rows.ends[:num_rows],
@@ -87,6 +89,7 @@ class Verifier:
             rows.may_guess[:num_rows],
             guesses,
             self._vocab_size,
+            are_free=not self._skips_empty,
         )
 
     def _accept(self, places: Places, drawn: Tensor) -> None:
@@ -95,6 +98,17 @@ class Verifier:
         columns = self._rows.texts, batch.last_tokens, batch.positions, self._rows.limits
         rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
         accept_guesses(drawn, places, rows, self.kept[:num_rows])
+
+
+def _check(name: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError if a drafter has proposed tensors of another form than Drafter says."""
+    form = numbers.dtype, tuple(numbers.shape), numbers.device.type
+    if form != (asked := (torch.int32, shape, device.type)):
+        raise ValueError(f"speculation: `propose` must return {name} of {_told(*asked)}, not of {_told(*form)}")
+
+
+def _told(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> str:
+    return f"{dtype} and shape {list(shape)} on {device}"
 
 
 def _draw_filled(places: Places, draw: Draw, logits: Tensor) -> Tensor:

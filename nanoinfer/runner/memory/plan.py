@@ -121,7 +121,7 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def _check_rows(config: Config, limit: int) -> None:
-    """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need."""
+    """Refuse too many rows: each has logits, a block table, and room for tokens, which penalties and guesses need."""
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
     tokens = min(config.max_model_len, PLANNED_TOKENS)
     blocks = sum(-(-tokens // group.block_size) for group in config.cache_layout.groups)

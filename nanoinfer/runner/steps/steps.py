@@ -54,7 +54,9 @@ class Steps:
         device = logits.device
         has_deltas = config.description.has_sections
         self._may_adapt = holdings.adapters is not None
-        drafting = DraftingRows(config.max_num_seqs, config.max_guesses, device) if config.speculation else None
+        drafting = None
+        if config.speculation is not None:
+            drafting = DraftingRows(config.max_num_seqs, config.max_guesses, device)
         how = prefixes, has_deltas, self._may_adapt, drafting
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
         if drafting is not None:
