@@ -236,7 +236,14 @@ class TestTextSlots:
         assert texts.take_changed() == {told[0].group: [own.text for own in told]}
         assert texts.take_changed() == {}
 
-    def test_a_slot_that_is_needed_comes_from_a_request_that_has_ended_before_others(self) -> None:
+    def test_a_later_request_of_the_same_prompt_finds_what_has_ended(self) -> None:
+        texts, (first,), (again,) = TextSlots(4, 2), samples(1, [5, 6]), samples(1, [5, 6], seed=10)
+        told = [join(texts, first)]
+        texts.leave(first)
+        told.append(join(texts, again))
+        assert texts.take_changed() == {told[0].group: [own.text for own in told]}
+
+    def test_a_slot_that_is_needed_comes_from_a_prompt_that_has_no_row_before_others(self) -> None:
         texts = TextSlots(num_slots=4, num_groups=4)
         (first, runs), (other,), (new,) = samples(2, [5]), samples(1, [6], seed=10), samples(1, [7], seed=20)
         told = {seq: join(texts, seq) for seq in (first, runs, other)}
@@ -257,7 +264,7 @@ class TestTextSlots:
         for _ in range(200):
             if not waiting:
                 seed += 100
-                waiting = samples(rng.choice([1, 2, 40]), [5], seed=seed)
+                waiting = samples(rng.choice([1, 2, 40]), [seed], seed=seed)
             if len(running) < rows and rng.random() < 0.5:
                 seq = waiting.pop()
                 running[seq] = join(texts, seq)

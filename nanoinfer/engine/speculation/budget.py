@@ -27,16 +27,17 @@ class Budget:
     def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
         """sizes: of the verifying steps that there are; a step takes the next larger number of rows.
 
-        times: seconds of some sizes, and of plain steps, which have 0 places
+        times: seconds of some sizes, and of plain steps, which have 0 places; others are estimated by their tokens
         may_decline: no guess is verified where plain steps are expected to be faster
         """
         self._rows = sorted({rows for rows, _ in sizes})
         self._options = {rows: sorted(guesses for own, guesses in sizes if own == rows) for rows in self._rows}
         plain = {rows: seconds for (rows, guesses), seconds in times.items() if guesses == 0}
-        verifying = {rows + guesses: seconds for (rows, guesses), seconds in times.items() if guesses}
-        most = self._rows[-1] if self._rows else 0
-        self._plain_times = _fill(plain, most)
-        self._times = _fill(verifying, max([rows + guesses for rows, guesses in sizes], default=0))
+        verifying = _fill(
+            {sum(size): seconds for size, seconds in times.items() if size[1]}, max(map(sum, sizes), default=0)
+        )
+        self._plain_times = _fill(plain, self._rows[-1] if self._rows else 0)
+        self._times = {size: times.get(size, verifying[sum(size)]) for size in sizes}
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row that may guess
@@ -92,7 +93,7 @@ class Budget:
     def _time(self, num_rows: int, guesses: int) -> float:
         if guesses == 0:
             return self._plain_times[num_rows]
-        return self._times[self._rows[bisect_left(self._rows, num_rows)] + guesses]
+        return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
 
     def _rate(self, num_rows: int, num_guessing: int, guesses: int) -> float:
         """Return the tokens per second that a step is expected to give."""

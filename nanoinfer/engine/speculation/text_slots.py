@@ -1,8 +1,10 @@
-"""TextSlots: where the texts of sequences lie on the device, and which texts are those of one prompt's samples."""
+"""TextSlots: where the texts of sequences lie on the device, and which texts go on from one prompt."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+
+from xxhash import xxh64_intdigest
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.drafting.texts import MEMBERS
@@ -10,10 +12,11 @@ from nanoinfer.runner.message import DraftingMessage
 
 
 class TextSlots:
-    """Gives each joining sequence a slot for its text, and the samples of a request a group.
+    """Gives each joining sequence a slot for its text, and all sequences of one prompt a group.
 
-    The text of a sequence that has left stays, so that the request's other samples find it, until its slot is needed.
-    Requests without a running sample lose theirs first. There are as many groups and at least as many slots as rows.
+    The text of a sequence that has left stays until its slot is needed: others of its prompt find it, in later calls,
+    too. Those of prompts without a row go first, the oldest before others. There are as many groups as rows, and at
+    least as many slots.
     """
 
     def __init__(self, num_slots: int, num_groups: int) -> None:
@@ -24,37 +27,43 @@ class TextSlots:
         """Forget every sequence, whatever state an interrupt left them in."""
         self._free_slots = list(range(self._num_slots))[::-1]
         self._free_groups = list(range(self._num_groups))[::-1]
-        self._slots: dict[Sequence, int] = {}  # of the sequences that have rows
-        self._left: OrderedDict[int, int] = OrderedDict()  # slot -> request, of the others; the first goes first
-        self._requests: dict[int, _Request] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # those of _requests that have no row
+        self._slots: dict[Sequence, tuple[int, _Prompt]] = {}  # of the sequences that have rows
+        self._prompts: dict[int, _Prompt] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # those of _prompts that have no row
+        # The slots of sequences that have left, of prompts with a row, and of those without:
+        self._left: OrderedDict[int, _Prompt] = OrderedDict()
+        self._old: OrderedDict[int, _Prompt] = OrderedDict()
         self._changed: dict[int, list[int]] = {}
 
     def join(self, seq: Sequence) -> DraftingMessage:
         """Describe a sequence that gets a row to the ranks, with its text's slot and its group."""
         assert seq.ahead is not None  # it has just been scheduled
-        request = self._requests.get(seq.request_id)
-        if request is None:
-            request = self._requests[seq.request_id] = _Request(self._take_group())
-        self._idle.pop(seq.request_id, None)
-        slot = self._slots[seq] = self._take_slot()
-        request.num_rows += 1
-        request.members = [*request.members, slot][-MEMBERS:]
-        self._changed[request.group] = request.members
-        own = seq.ahead
-        return DraftingMessage(seq.token_ids, slot, own.end, request.group, own.most_guesses > 0)
+        prompt, slot = self._prompt_of(seq), self._take_slot()
+        self._slots[seq] = slot, prompt
+        prompt.num_rows += 1
+        prompt.members = [*prompt.members, slot][-MEMBERS:]
+        self._changed[prompt.group] = prompt.members
+        return DraftingMessage(seq.token_ids, slot, seq.ahead.end, prompt.group, seq.ahead.most_guesses > 0)
+
+    def _prompt_of(self, seq: Sequence) -> _Prompt:
+        """Return a sequence's prompt, which gets a row. Two prompts of one hash would only guess from each other."""
+        key = xxh64_intdigest(seq.content(0, seq.num_prompt_tokens))
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = _Prompt(key, self._take_group())
+        elif prompt.num_rows == 0:
+            del self._idle[key]
+            prompt.move(self._old, self._left)
+        return prompt
 
     def leave(self, seq: Sequence) -> None:
         """Let a sequence lose its row; its text stays for a while."""
-        request = self._requests[seq.request_id]
-        slot = self._slots.pop(seq)
-        self._left[slot] = seq.request_id
-        request.num_rows -= 1
-        if request.num_rows == 0:
-            self._idle[seq.request_id] = None
-            for own in request.members:
-                if self._left.get(own) == seq.request_id:
-                    self._left.move_to_end(own, last=False)
+        slot, prompt = self._slots.pop(seq)
+        self._left[slot] = prompt
+        prompt.num_rows -= 1
+        if prompt.num_rows == 0:
+            self._idle[prompt.key] = None
+            prompt.move(self._left, self._old)
 
     def take_changed(self) -> dict[int, list[int]]:
         """Return the members' slots of each group that has changed since the last call."""
@@ -64,25 +73,32 @@ class TextSlots:
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
-        slot, request_id = self._left.popitem(last=False)
-        if (request := self._requests.get(request_id)) is not None and slot in request.members:
-            request.members = [own for own in request.members if own != slot]
-            self._changed[request.group] = request.members
+        slot, prompt = (self._old or self._left).popitem(last=False)
+        if slot in prompt.members:
+            prompt.members = [own for own in prompt.members if own != slot]
+            if self._prompts.get(prompt.key) is prompt:
+                self._changed[prompt.group] = prompt.members
         return slot
 
     def _take_group(self) -> int:
         if self._free_groups:
             return self._free_groups.pop()
-        request_id, _ = self._idle.popitem(last=False)
-        return self._requests.pop(request_id).group
+        key, _ = self._idle.popitem(last=False)
+        return self._prompts.pop(key).group
 
 
-class _Request:
-    """What is known of a request: its group, its newest texts' slots, and how many of its samples have rows."""
+class _Prompt:
+    """What is known of a prompt: its group, its newest texts' slots, and how many of its sequences have rows."""
 
-    __slots__ = ("group", "members", "num_rows")
+    __slots__ = ("group", "key", "members", "num_rows")
 
-    def __init__(self, group: int) -> None:
-        self.group = group
+    def __init__(self, key: int, group: int) -> None:
+        self.key, self.group = key, group
         self.members: list[int] = []
         self.num_rows = 0
+
+    def move(self, source: OrderedDict[int, _Prompt], destination: OrderedDict[int, _Prompt]) -> None:
+        """Move its slots from one queue to another."""
+        for slot in self.members:
+            if source.get(slot) is self:
+                destination[slot] = source.pop(slot)
