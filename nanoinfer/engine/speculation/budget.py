@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 SPENT = 0.003  # of the time of all steps, for trials
-TRY_EVERY, TRY_WITHIN = 32, 256  # steps from one trial to the next, at least and at most
+TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
 NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
 
@@ -41,7 +41,8 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row that may guess
-        self._ran: dict[int, int] = {}  # the number of the step that had these places last
+        self._ran: dict[int, int] = {}  # the number of the step that had so many places last
+        self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
 
@@ -81,7 +82,9 @@ class Budget:
         if num_guessing:
             places, gain = self._places(guesses, num_guessing), num_accepted / num_guessing
             before = self._gains.get(places, gain)
-            self._gains[places] = before + NEWEST * (gain - before)
+            is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
+            self._gains[places] = gain if is_old else before + NEWEST * (gain - before)
+            self._noted[places] = self._num_steps
 
     def _options_of(self, num_rows: int) -> list[int]:
         index = bisect_left(self._rows, num_rows)
