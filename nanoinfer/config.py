@@ -93,8 +93,8 @@ class Config:
         memory for so many from its start; 0 costs nothing
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
-        sample of its prompt, was last like its end. No guess changes a result. "auto": only where that should be
-        faster. A Drafter makes guesses of its own. None: no guesses. Models whose layers keep a state cannot have them
+        one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
+        A Drafter makes guesses of its own. None: there are no guesses. Models whose layers keep a state have none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
