@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import CASES, build
 from cases.drafters import Babbler, Prophet
 from conftest import assert_equal, different_settings, greedy, whole_only
 from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
@@ -265,6 +267,19 @@ def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
 def test_what_cannot_be_is_said_at_once(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(BUNDLED_MODEL, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("lfm2", {}, "must be left out for this model: some of its layers keep a state"),
+        ("qwen3moe", {"routed_experts": True}, "must be left out with routed_experts=True"),
+    ],
+)
+def test_models_that_cannot_say_so(family: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    build(CASES[family], tmp_path)
+    with pytest.raises(ValueError, match=f"^speculation='auto': {message}"):
+        Config(str(tmp_path), speculation="auto", **options)
 
 
 def test_vllms_names_work() -> None:
