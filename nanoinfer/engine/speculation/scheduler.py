@@ -44,8 +44,9 @@ class SpeculatingScheduler(Scheduler):
         self._is_exact = True  # whether each Ahead is out of use, as is while Scheduler's loops plan and read
 
     def _start(self, seq: Sequence) -> None:
-        is_short = self.long_from is not None and not seq.is_long
-        end = min(seq.max_len, self.long_from + 1) if self.long_from is not None and is_short else seq.max_len
+        end = seq.max_len
+        if self.long_from is not None and not seq.is_long:
+            end = min(end, self.long_from + 1)  # then it starts again
         may_guess = is_plain(seq.params) and seq.num_output_tokens >= seq.params.min_tokens
         # The prompt's last chunk gives the first token.
         seq.ahead = Ahead(end, self._max_guesses if may_guess else 0, num_steps=1, most_tokens=1)
@@ -94,7 +95,7 @@ class SpeculatingScheduler(Scheduler):
         for seq in self.running:
             if seq.status is SequenceStatus.RUNNING:
                 self._check(seq)
-            elif not seq.is_exhausted:
+            elif not seq.is_exhausted:  # it ends as a short sequence alone
                 seq.status = SequenceStatus.OUTGROWN
 
     def _become_bounded(self) -> None:
