@@ -54,8 +54,7 @@ class Config:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None ("auto", -1):
         that limit, or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and
         print(llm.memory) shows both. With attention_backend="torch" on CUDA, None is at most 4,096
-    gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
-        memory counts too
+    gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use, others' included
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
     tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
@@ -69,8 +68,7 @@ class Config:
         of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: a
         quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying; none on a CPU
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
-    dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
-        the CPU
+    dtype: "float32", "float16" ("half"), "bfloat16", or a torch.dtype; "auto": the checkpoint's on CUDA, else float32
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
@@ -89,13 +87,13 @@ class Config:
         thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
     routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
         tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
-    max_adapters: at most this many adapters are loaded at once, 0 to 1,024: see llm.load_adapter(...). The LLM keeps
-        memory for so many from its start; 0 costs nothing
+    max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
         A Drafter makes guesses of its own. None: there are no guesses. Models whose layers keep a state have none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
+    remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
@@ -151,6 +149,7 @@ class Config:
     max_adapter_rank: int = 16
     speculation: str | Drafter | None = None
     max_guesses: int = 8
+    remember_outputs: int = 0
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
     image_options: Mapping[str, Any] | None = None
@@ -344,6 +343,7 @@ class Config:
             ("max_adapters", 0, MAX_ADAPTERS),
             ("max_adapter_rank", 1, MAX_ADAPTER_RANK),
             ("max_guesses", 1, MOST_GUESSES),
+            ("remember_outputs", 0, None),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
         if cast("int | None", self.max_model_len) is not None:

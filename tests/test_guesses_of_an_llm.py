@@ -170,6 +170,18 @@ def test_samples_of_a_prompt_guess_from_each_other(plain: LLM, llm: LLM) -> None
     assert sum(sample.num_accepted_tokens for sample in output.samples) > 0
 
 
+def test_outputs_of_earlier_calls_are_guesses(plain: LLM) -> None:
+    """Twelve texts are more than an LLM of two rows keeps unless it is told to."""
+    params = greedy(30, ignore_eos=True)
+    prompts = [f"{speaker}:\n" for speaker in "ABCDEFGHIJKL"]
+    wanted = run(plain, prompts, params)
+    with make(speculation="suffix", max_num_seqs=2, remember_outputs=12) as llm:
+        assert_equal(run(llm, prompts, params), wanted)
+        outputs = run(llm, prompts, params)
+        assert_equal(outputs, wanted)
+        assert min(output.num_accepted_tokens for output in outputs) > 15
+
+
 def test_bits_are_those_without_if_sums_have_one_order() -> None:
     prompts, params = PROMPTS[12:18], [replace(own, max_tokens=8) for own in PARAMS[12:18]]
     with make(deterministic=True) as alone:

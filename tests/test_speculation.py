@@ -228,7 +228,7 @@ class TestBudget:
 
 class TestTextSlots:
     def test_samples_of_a_prompt_are_a_group_and_one_that_ended_stays_findable(self) -> None:
-        texts, group = TextSlots(num_slots=4, num_groups=2), samples(3, [5, 6])
+        texts, group = TextSlots(4), samples(3, [5, 6])
         told = [join(texts, seq) for seq in group[:2]]
         assert told[0].group == told[1].group
         texts.leave(group[0])
@@ -237,14 +237,14 @@ class TestTextSlots:
         assert texts.take_changed() == {}
 
     def test_a_later_request_of_the_same_prompt_finds_what_has_ended(self) -> None:
-        texts, (first,), (again,) = TextSlots(4, 2), samples(1, [5, 6]), samples(1, [5, 6], seed=10)
+        texts, (first,), (again,) = TextSlots(4), samples(1, [5, 6]), samples(1, [5, 6], seed=10)
         told = [join(texts, first)]
         texts.leave(first)
         told.append(join(texts, again))
         assert texts.take_changed() == {told[0].group: [own.text for own in told]}
 
     def test_a_slot_that_is_needed_comes_from_a_prompt_that_has_no_row_before_others(self) -> None:
-        texts = TextSlots(num_slots=4, num_groups=4)
+        texts = TextSlots(4)
         (first, runs), (other,), (new,) = samples(2, [5]), samples(1, [6], seed=10), samples(1, [7], seed=20)
         told = {seq: join(texts, seq) for seq in (first, runs, other)}
         texts.take_changed()
@@ -256,10 +256,20 @@ class TestTextSlots:
         assert join(texts, newest).text == told[first].text
         assert texts.take_changed()[told[runs].group] == [told[runs].text]
 
+    def test_what_a_prompt_has_from_before_goes_before_what_others_need(self) -> None:
+        """Three prompts come over and over: with four slots, each finds its text again."""
+        texts = TextSlots(4)
+        for epoch in range(3):
+            for token_id in (5, 6, 7):
+                (seq,) = samples(1, [token_id])
+                group = join(texts, seq).group
+                assert len(texts.take_changed()[group]) == (2 if epoch else 1)
+                texts.leave(seq)
+
     @settings(max_examples=50, deadline=None)
     @given(rng=st.integers(0, 2**32).map(random.Random), num_slots=st.integers(4, 40), rows=st.integers(1, 4))
     def test_running_sequences_have_slots_and_groups_of_their_own(self, rng, num_slots, rows) -> None:
-        texts, running, seed = TextSlots(num_slots, rows), {}, 0
+        texts, running, seed = TextSlots(num_slots), {}, 0
         waiting: list[Sequence] = []
         for _ in range(200):
             if not waiting:
@@ -425,7 +435,7 @@ def test_every_request_ends_with_its_own_tokens(
 
 
 def serve(sched: SpeculatingScheduler, depth: int, requests, rng: random.Random) -> None:
-    row_map = RowMap(texts=TextSlots(sched.max_num_seqs + rng.randrange(5), sched.max_num_seqs))
+    row_map = RowMap(texts=TextSlots(sched.max_num_seqs + rng.randrange(5)))
     device = GuessingDevice(sched.block_manager.groups, sched.long_from, rng)
     pending: deque[list[Sequence]] = deque()
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):

@@ -51,7 +51,7 @@ class LLMEngine:
         self.scheduler = self._make_scheduler()
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
         finder = _prefix_finder(config) if config.shares_prefixes else None
-        texts = TextSlots(self.ranks.runner.text_slots, self.memory.rows) if config.speculation is not None else None
+        texts = TextSlots(self.ranks.runner.text_slots) if config.speculation is not None else None
         self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0, texts=texts)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)

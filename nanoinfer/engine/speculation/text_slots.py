@@ -15,18 +15,18 @@ class TextSlots:
     """Gives each joining sequence a slot for its text, and all sequences of one prompt a group.
 
     The text of a sequence that has left stays until its slot is needed: others of its prompt find it, in later calls,
-    too. Those of prompts without a row go first, the oldest before others. There are as many groups as rows, and at
-    least as many slots.
+    too. Texts of prompts without a row go first. Of these the ones go first whose prompt has come again since, then
+    the oldest. There are at least as many slots as rows, and as many groups as slots.
     """
 
-    def __init__(self, num_slots: int, num_groups: int) -> None:
-        self._num_slots, self._num_groups = num_slots, num_groups
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self.clear()
 
     def clear(self) -> None:
         """Forget every sequence, whatever state an interrupt left them in."""
         self._free_slots = list(range(self._num_slots))[::-1]
-        self._free_groups = list(range(self._num_groups))[::-1]
+        self._free_groups = list(range(self._num_slots))[::-1]
         self._slots: dict[Sequence, tuple[int, _Prompt]] = {}  # of the sequences that have rows
         self._prompts: dict[int, _Prompt] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # those of _prompts that have no row
@@ -41,7 +41,7 @@ class TextSlots:
         prompt, slot = self._prompt_of(seq), self._take_slot()
         self._slots[seq] = slot, prompt
         prompt.num_rows += 1
-        prompt.members = [*prompt.members, slot][-MEMBERS:]
+        prompt.slots.append(slot)
         self._changed[prompt.group] = prompt.members
         return DraftingMessage(seq.token_ids, slot, seq.ahead.end, prompt.group, seq.ahead.most_guesses > 0)
 
@@ -53,7 +53,9 @@ class TextSlots:
             prompt = self._prompts[key] = _Prompt(key, self._take_group())
         elif prompt.num_rows == 0:
             del self._idle[key]
-            prompt.move(self._old, self._left)
+            prompt.num_before = len(prompt.slots)
+            for slot in prompt.slots:
+                self._left[slot] = self._old.pop(slot)
         return prompt
 
     def leave(self, seq: Sequence) -> None:
@@ -63,7 +65,10 @@ class TextSlots:
         prompt.num_rows -= 1
         if prompt.num_rows == 0:
             self._idle[prompt.key] = None
-            prompt.move(self._left, self._old)
+            for place, own in enumerate(prompt.slots):
+                self._old[own] = self._left.pop(own)
+                if place < prompt.num_before:
+                    self._old.move_to_end(own, last=False)
 
     def take_changed(self) -> dict[int, list[int]]:
         """Return the members' slots of each group that has changed since the last call."""
@@ -74,10 +79,11 @@ class TextSlots:
         if self._free_slots:
             return self._free_slots.pop()
         slot, prompt = (self._old or self._left).popitem(last=False)
-        if slot in prompt.members:
-            prompt.members = [own for own in prompt.members if own != slot]
-            if self._prompts.get(prompt.key) is prompt:
-                self._changed[prompt.group] = prompt.members
+        place = prompt.slots.index(slot)
+        del prompt.slots[place]
+        prompt.num_before -= place < prompt.num_before
+        if self._prompts.get(prompt.key) is prompt:
+            self._changed[prompt.group] = prompt.members
         return slot
 
     def _take_group(self) -> int:
@@ -88,17 +94,20 @@ class TextSlots:
 
 
 class _Prompt:
-    """What is known of a prompt: its group, its newest texts' slots, and how many of its sequences have rows."""
+    """What is known of a prompt.
 
-    __slots__ = ("group", "key", "members", "num_rows")
+    slots: of its texts, the oldest first; num_before: so many of them are from before its newest rows came
+    num_rows: how many of its sequences have rows
+    """
+
+    __slots__ = ("group", "key", "num_before", "num_rows", "slots")
 
     def __init__(self, key: int, group: int) -> None:
         self.key, self.group = key, group
-        self.members: list[int] = []
-        self.num_rows = 0
+        self.slots: list[int] = []
+        self.num_before = self.num_rows = 0
 
-    def move(self, source: OrderedDict[int, _Prompt], destination: OrderedDict[int, _Prompt]) -> None:
-        """Move its slots from one queue to another."""
-        for slot in self.members:
-            if source.get(slot) is self:
-                destination[slot] = source.pop(slot)
+    @property
+    def members(self) -> list[int]:
+        """The slots of the texts that a drafter looks at."""
+        return self.slots[-MEMBERS:]

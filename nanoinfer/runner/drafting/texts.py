@@ -25,13 +25,13 @@ class Texts:
     A text may end with tokens that its sequence does not have: those that were drawn behind its end.
 
     tokens: [slots, max_model_len] int32; lengths: [slots] int32, of the texts
-    members: [groups, MEMBERS] int32, the slots of the texts of each group; -1: none
+    members: [slots, MEMBERS] int32, the slots of the texts of each group, of which there are as many; -1: none
     """
 
-    def __init__(self, num_slots: int, num_groups: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.members = torch.full((num_groups, MEMBERS), -1, dtype=torch.int32, device=device)
+        self.members = torch.full((num_slots, MEMBERS), -1, dtype=torch.int32, device=device)
 
     def write(self, joining: list[DraftingMessage]) -> None:
         """Write the texts of sequences that join, in place of what was in their slots."""

@@ -37,8 +37,8 @@ class Verifier:
         self._heads = config.description.num_heads // tp.size
         self._skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
-        count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device))
-        self.texts = Texts(tp.min(count, device), config.max_num_seqs, config.max_model_len, device)
+        count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
+        self.texts = Texts(tp.min(count, device), config.max_model_len, device)
         asked = config.speculation
         self._drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
