@@ -93,6 +93,8 @@ class Config:
     max_adapters: at most this many adapters are loaded at once, 0 to 1,024: see llm.load_adapter(...). The LLM keeps
         memory for so many from its start; 0 costs nothing
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
+    speculation: "suffix": guesses of the next tokens, from what has followed the same tokens before, are verified
+    max_guesses: a sequence has at most this many guesses in a step
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
@@ -146,6 +148,8 @@ class Config:
     routed_experts: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 16
+    speculation: str | None = None
+    max_guesses: int = 8
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
     image_options: Mapping[str, Any] | None = None

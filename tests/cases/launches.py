@@ -25,6 +25,10 @@ from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm
 from nanoinfer.kernels.delta.prefill import delta_chunks
+from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses_triton
+from nanoinfer.kernels.drafting.pack import pack_guesses_triton
+from nanoinfer.kernels.drafting.suffix import propose_suffixes_triton
+from nanoinfer.kernels.drafting.texts import write_last_tokens_triton
 from nanoinfer.kernels.experts.operand import ExpertWeights
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes, Routing, route
@@ -331,6 +335,16 @@ def of_group_experts() -> Iterator[Launch]:
         yield Launch(f"{kind}, tiny, of {tokens} in float32", call, (kind, tokens) == ("int4 rows", 300))
 
 
+def verify(rows: int, places: int) -> None:
+    """Draft, pack and accept 8 guesses a row."""
+    (texts, lengths, members), row = (numbers(1024, 32768), numbers(1024), numbers(512, 16)), numbers(rows)
+    write_last_tokens_triton(texts, lengths, row, row, row)
+    proposed = propose_suffixes_triton(texts, lengths, members, row, row, 8)
+    packed = pack_guesses_triton(*proposed, row, row, row, row, row, places)
+    rows_of = AdvancedRows(row, row, row, row, texts, lengths)
+    accept_guesses_triton(numbers(rows + places), packed, rows_of, numbers(rows, 10))
+
+
 def of_attention() -> Iterator[Launch]:
     ways = product((("decode", decode, 8), ("decode", decode, 200), ("prefill", prefill, 1000)), HEADS, (BF16, FP8))
     for (name, attend, size), head_dim, cache in ways:
@@ -352,6 +366,8 @@ def of_the_rest() -> Iterator[Launch]:
         yield Launch(f"norms of {tokens} x {size} in {dtype}", call, size == 4096 and tokens == 300)
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
+    for rows, places in ((1, 8), (32, 160), (128, 64)):
+        yield Launch(f"guesses of {rows} rows", partial(verify, rows, places), often=True)
 
 
 def of_adapters() -> Iterator[Launch]:
