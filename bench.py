@@ -31,10 +31,19 @@ from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
+from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.weights import time_weights
-from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
+from nanoinfer.benchmark.workloads import (
+    SHAPE_FIELDS,
+    SHAPES,
+    WORKLOADS,
+    Recipe,
+    Workload,
+    has_experts,
+    write_config,
+)
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
@@ -43,6 +52,7 @@ from nanoinfer.process.standard_error import say
 from nanoinfer.weights.formats.format import Format
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
+TIED, VOCABULARY = SHAPE_FIELDS.index("tie_word_embeddings"), SHAPE_FIELDS.index("vocab_size")
 SEQS_ON_CPU = 32  # requests of a run without options, which takes less than a minute on two cores
 
 
@@ -56,6 +66,9 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         config = llm.config
         work = recipe.draw(config.description.vocab_size)
         check_fits(work, llm)
+        if args.config and recipe.repeat_rate is not None:
+            status.begin("writing weights whose text repeats")
+            write_repeating_weights(llm, recipe.repeat_rate)
         status.begin("warming up")
         count = args.repeats or (3 if config.device == "cuda" else 1)
         first = work.repeat(count, config.description.vocab_size)[:1] if work.images else [[1, 2, 3]]
@@ -79,9 +92,10 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     )
     limits = limits_of(llm)
     vision = None if config.hf_config is None else config.hf_config.vision_config
-    floor = Floor.of(work, config.description, limits, *itemsizes, vision)
+    floor = Floor.of(work.as_it_ended(repeats[-1].output_lens), config.description, limits, *itemsizes, vision)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
+    tokens_out = round(statistics.median(sum(repeat.output_lens) for repeat in repeats))
     return {
         "command": args.command,
         "config": args.config or args.model,
@@ -103,14 +117,16 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "max_adapters": config.max_adapters,
         "max_adapter_rank": config.max_adapter_rank,
         "load_adapter_seconds": load_seconds,
+        "speculation": args.speculation,
+        "max_guesses": config.max_guesses,
         "kv_cache_tokens": config.cache_layout.tokens_of(limits.blocks, config.max_model_len),
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
-        "tokens_out": work.tokens_out,
+        "tokens_out": tokens_out,
         "startup_seconds": startup,
         "repeats": [repeat.seconds for repeat in repeats],
         "seconds": seconds,
-        "tokens_per_second": work.tokens_told / seconds,
+        "tokens_per_second": (tokens_out or work.tokens_in) / seconds,
         "bandwidth_bytes_per_second": bandwidth,
         "matrix_flops": flops,
         "layer_matrix_flops": {format.name: rate for format, rate in rates.items()},
@@ -167,6 +183,8 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             max_adapters=args.max_adapters,
             max_adapter_rank=args.max_adapter_rank,
             deterministic=args.deterministic,
+            speculation=args.drafter or args.speculation,
+            max_guesses=args.max_guesses,
         )
     except ValueError as error:
         raise SystemExit(f"bench.py: error: {error}") from None
@@ -274,6 +292,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
+    parser.add_argument(
+        "--speculation", choices=["auto", "suffix", "successors"],
+        help="what guesses tokens; successors: what follows in the texts of repeat and rollouts (default: nothing)",
+    )  # fmt: skip
+    parser.add_argument("--max-guesses", type=int, default=8, help="for each request and step (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
@@ -293,6 +316,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
     if args.workload and WORKLOADS[args.workload].only_reads and (args.compare or args.adapters or args.weights):
         parser.error(f"--workload {args.workload}: generates nothing, without --compare, --adapters and --weights")
+    repeats = args.workload and WORKLOADS[args.workload].repeat_rate is not None and args.config
+    if (repeats or args.speculation == "successors") and not (repeats and SHAPES[args.config][0][TIED] is False):
+        parser.error(
+            f"--workload {args.workload}, --speculation {args.speculation}: text repeats at a rate with --workload"
+            " repeat or rollouts, and a --config whose head is a matrix of its own, such as 8b"
+        )
+    args.drafter = Successors(SHAPES[args.config][0][VOCABULARY]) if args.speculation == "successors" else None
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
     if (args.weights or args.adapters) and args.dp > 1:

@@ -15,6 +15,8 @@ from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
 from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
+from nanoinfer.drafting.drafter import Drafter
+from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -35,8 +37,7 @@ SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
-MAX_REPLICAS = 64
-MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
+MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -53,8 +54,7 @@ class Config:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None ("auto", -1):
         that limit, or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and
         print(llm.memory) shows both. With attention_backend="torch" on CUDA, None is at most 4,096
-    gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
-        memory counts too
+    gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use, others' included
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
     tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
@@ -66,11 +66,9 @@ class Config:
         tokens where some layers have windows. None: as many as the memory holds
     kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
         of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: a
-        quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying there and back;
-        none on the CPU
+        quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying; none on a CPU
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
-    dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
-        the CPU
+    dtype: "float32", "float16" ("half"), "bfloat16", or a torch.dtype; "auto": the checkpoint's on CUDA, else float32
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
@@ -87,12 +85,15 @@ class Config:
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
         thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
-    routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
-        so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
-        have experts
-    max_adapters: at most this many adapters are loaded at once, 0 to 1,024: see llm.load_adapter(...). The LLM keeps
-        memory for so many from its start; 0 costs nothing
+    routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
+        tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
+    max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
+    speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
+        one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
+        A Drafter makes guesses of its own. None: there are no guesses. Models whose layers keep a state have none
+    max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
+    remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
@@ -103,9 +104,8 @@ class Config:
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
-    runner: "pooling": the LLM only reads, for embed, classify and rerank, and keeps no memory for logits and CUDA
-        graphs. "generate": it generates, too. "auto" is pooling for classifiers, for classes without a head, and for
-        checkpoints whose modules.json has a Pooling; else generate
+    runner: "pooling": the LLM only reads texts, without memory for logits and CUDA graphs. "generate": it generates,
+        too. "auto" is pooling for classifiers, classes without a head, and a modules.json with a Pooling
     load_format: "safetensors" ("auto"), or "dummy" for random weights of the config's shapes, whose numbers depend on
         seed and the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
     revision: the branch, tag or commit of a Hub id; None: its main branch. A folder has none, or "main"
@@ -149,6 +149,9 @@ class Config:
     routed_experts: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 16
+    speculation: str | Drafter | None = None
+    max_guesses: int = 8
+    remember_outputs: int = 0
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
     image_options: Mapping[str, Any] | None = None
@@ -217,15 +220,15 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
+        self.speculation = check_speculation(self.speculation)
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
-        folder = find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
-        self.tokenizer = self._find_tokenizer()
-        self.model = folder
+        own = "model", self.model, self.revision, CHECKPOINT_FILES
+        self.model, self.tokenizer = find_folder(*own), self._find_tokenizer()
 
     def _read_checkpoint(self) -> None:
         """Read the checkpoint's settings, and check what depends on them."""
@@ -239,6 +242,8 @@ class Config:
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
+        model = self.description
+        check_speculating(self.speculation, model.generates, model.has_states, self.routed_experts)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
@@ -252,7 +257,7 @@ class Config:
             self.description.sinks,
             self.is_in_order,
         )
-        self._check_num_blocks()
+        self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
         if self.deterministic:
             self.description.check_in_order(self.tensor_parallel_size, self.device == "cpu")
@@ -341,6 +346,8 @@ class Config:
             ("kvcache_block_size", 16, MAX_SLOTS),
             ("max_adapters", 0, MAX_ADAPTERS),
             ("max_adapter_rank", 1, MAX_ADAPTER_RANK),
+            ("max_guesses", 1, MOST_GUESSES),
+            ("remember_outputs", 0, None),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
         if cast("int | None", self.max_model_len) is not None:
@@ -350,8 +357,9 @@ class Config:
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
-        if self.limit_images_per_prompt is not None:
-            self.limit_images_per_prompt = check_int("limit_images_per_prompt", self.limit_images_per_prompt, 1)
+        for name in ("limit_images_per_prompt", "num_kvcache_blocks"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, check_int(name, value, 1))
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
@@ -390,9 +398,3 @@ class Config:
                 f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
                 f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
             )
-
-    def _check_num_blocks(self) -> None:
-        self.fits_memory = self.num_kvcache_blocks is None
-        if self.num_kvcache_blocks is None:
-            return
-        self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)

@@ -133,6 +133,7 @@ CUT_BEFORE = "a prompt that is too long is refused: cut it before"
 BEAMS = "SamplingParams has no beams: call llm.beam_search"
 READS = "a checkpoint's files say how it is read; LLM(runner=...) says whether it only reads"
 NOT_LOGGED = "the log tells of no requests"
+SPECULATION = "write LLM(speculation='suffix', max_guesses=...)"
 NOT_HERE = "nothing here depends on it"
 
 Line = tuple[str, Values, str]
@@ -192,7 +193,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("max_num_active_seqs", NONE, "write LLM(max_num_seqs=...)"),
     ("max_num_queued_reqs max_num_queued_tokens", NONE, "a call's prompts all wait in one queue, which has no limit"),
     ("num_scheduler_steps", POSITIVE, "the host is always a step ahead"),
-    ("num_lookahead_slots", _only(0), "there is no speculative decoding here; leave it out"),
+    ("num_lookahead_slots", _only(0), SPECULATION),
     ("async_scheduling disable_async_output_proc multi_step_stream_outputs", FLAG, "the host is always a step ahead"),
     ("use_v2_block_manager", FLAG, NOT_HERE),
     ("scheduling_policy", _only("fcfs"), IN_ORDER),
@@ -260,8 +261,8 @@ FOR_LLM: tuple[Line, ...] = (
     # What there is not
     ("enable_prompt_adapter", FALSE, "there are no prompt adapters here"),
     ("max_prompt_adapters max_prompt_adapter_token", ANY, "there are no prompt adapters here"),
-    ("speculative_config speculative_model spec_method spec_model", EMPTY, "there is no speculative decoding here"),
-    ("spec_tokens num_speculative_tokens", _only(0), "there is no speculative decoding here"),
+    ("speculative_model spec_method spec_model", EMPTY, SPECULATION),
+    ("spec_tokens num_speculative_tokens", _only(0), SPECULATION),
     ("watermark_config", EMPTY, "there is no watermark here"),
     ("diffusion_config", EMPTY, "models generate one token after another"),
     ("logits_processors", EMPTY, NO_CODE),
@@ -305,7 +306,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("otlp_traces_endpoint collect_detailed_traces", EMPTY, "use torch.profiler around a call"),
     ("profiler_config", DEFAULT, "use torch.profiler around a call"),
     ("enable_layerwise_nvtx_tracing", FALSE, "use torch.profiler around a call"),
-    ("per_request_spec_decode_metrics", _only("none"), "there is no speculative decoding here"),
+    ("per_request_spec_decode_metrics", _only("none"), "each sample tells num_proposed_tokens and num_accepted_tokens"),
     ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details", FALSE, "see llm.memory"),
     ("enable_mm_processor_stats", FALSE, "see llm.stats()"),
     ("kv_cache_metrics_sample custom_histogram_buckets", ANY, "there is no server here"),

@@ -53,6 +53,23 @@ def _count_adapters(value: Any, beside: Options) -> Options:
     return {"max_adapters": 1 if count is None else check_int("max_loras", count, 1)}
 
 
+def _speculate(config: Any, beside: Options) -> Options:
+    """Return our options for vLLM's speculative_config. Settings of its drafters' searches change no result."""
+    name = "speculative_config"
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{name}={short(config)}: must be a mapping, such as {{'method': 'suffix'}}")
+    if not config:
+        return {}
+    method = config.get("method")
+    if method not in ("ngram", "suffix"):
+        raise ValueError(
+            f"{name}={short(config)}: its method must be 'ngram' or 'suffix': nanoinfer guesses from earlier text, and"
+            " has no draft models; see LLM(speculation=...)"
+        )
+    count = config.get("num_speculative_tokens")
+    return {"speculation": "suffix"} | ({} if count is None else {"max_guesses": count})
+
+
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_images,
@@ -63,6 +80,7 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
         "language_model_only": _without_media,
         "task": _runner_of,
         "enable_lora": _count_adapters,
+        "speculative_config": _speculate,
         "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
     },
     "LoRARequest": {"lora_local_path": lambda value, _: {"lora_path": value}},

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
+from nanoinfer.kernels.adapters.pairs import BLANKS, AdapterRows, Blanks, Pairs
 from nanoinfer.kernels.adapters.products import (
     expand_reference,
     expand_triton,
@@ -86,7 +86,9 @@ def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: li
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
+@pytest.mark.parametrize(
+    "parts", [(70, 70), (140,), (30, 40, 70)], ids=["gates and ups", "one tensor of both", "other parts"]
+)
 def test_gates_and_ups(parts: tuple[int, ...], activation: Activation) -> None:
     pairs, rows = pairs_of(parts, 96, 16, torch.float32), rows_of(MIXED)
     x, y = randn(len(MIXED), 96), randn(len(MIXED), 140)
@@ -122,6 +124,22 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
     assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
 
 
+@pytest.mark.parametrize("slots", [[*range(MAX_ADAPTERS), -1] * 12, [-1] * 60], ids=["mixed", "none"])
+@pytest.mark.parametrize(("parts", "activation"), [((300, 70, 9), None), ((300, 300), "silu")], ids=["all", "gates"])
+def test_programs_go_over_many_tiles(
+    parts: tuple[int, ...], activation: Activation | None, slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each computes several blocks of outputs for several tiles of rows, where the device has few multiprocessors."""
+    pairs, rows = pairs_of(parts, 96, 16, torch.float32), rows_of(slots)
+    x, y = randn(len(slots), 96), randn(len(slots), sum(parts))
+    h = shrink_triton(x, pairs, rows)
+    expected = expand_triton(h, pairs, rows, y.clone(), activation)
+    assert_close(expected, expand_reference(h, pairs, rows, y.clone(), activation))
+    for multiprocessors in (1, 132):
+        monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda _, n=multiprocessors: n)
+        assert torch.equal(expand_triton(h, pairs, rows, y.clone(), activation), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize(("parts", "in_features", "rank"), [*SHAPES, ((4096, 1024, 1024), 4096, 16)])
@@ -154,25 +172,41 @@ def test_the_check_compares_tiles_of_both_sizes(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
 def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int, dtype: torch.dtype) -> None:
     pairs = pairs_of(parts, in_features, rank, dtype)
-    of_row = RowAdapter(pairs, torch.tensor([slot], dtype=torch.int32, device=DEVICE))
+    rows = rows_of([slot])
     x, residual = randn(1, in_features, dtype=dtype), randn(1, in_features, dtype=dtype)
     weight, norm = randn(sum(parts), in_features, dtype=dtype), Norm(randn(in_features, dtype=dtype), 1e-6)
 
     def expected(x: Tensor) -> Tensor:
         return x.double() @ weight.double().T + added(x, pairs, [slot])
 
-    assert_close(one_row_linear(x, weight, of_row=of_row), expected(x))
-    out, total = one_row_norm_linear(x, residual, norm, weight, of_row=of_row)
+    assert_close(one_row_linear(x, weight, of_row=RowAdapter.of(pairs, rows)), expected(x))
+    out, total = one_row_norm_linear(x, residual, norm, weight, of_row=RowAdapter.of(pairs, rows))
     assert_close(out, expected(rms_norm_reference(x + residual, norm)))
     assert torch.equal(total, x + residual)
-    out, _ = one_row_norm_linear(x, residual, norm, weight, post=norm, of_row=of_row)
+    out, _ = one_row_norm_linear(x, residual, norm, weight, post=norm, of_row=RowAdapter.of(pairs, rows))
     assert_close(out, expected(rms_norm_reference(rms_norm_reference(x, norm) + residual, norm)))
+
+
+def test_a_negative_zero_is_no_reason_to_wait() -> None:
+    pairs, weight = pairs_of((40, 16), 256, 16, torch.float32), randn(56, 256)
+    pairs.a.abs_()
+    x, of_row = torch.full((1, 256), -0.0, device=DEVICE), RowAdapter.of(pairs, rows_of([0]))
+    assert not one_row_linear(x, weight, of_row=of_row).any()
+
+
+def test_no_room_is_taken_twice() -> None:
+    blanks, taken = Blanks(torch.device(DEVICE)), []
+    for count in (16, BLANKS - 32, 48, BLANKS + 16, 16):
+        room = blanks.take(count)
+        assert len(room) == count
+        assert torch.equal(room.view(torch.int32), torch.full_like(room, -0.0).view(torch.int32))
+        taken.append(room.fill_(1))
 
 
 @pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
 def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
     pairs, x, weight, bias = pairs_of(parts, 96, 16, torch.float32), randn(1, 96), randn(140, 96), randn(140)
-    of_row = RowAdapter(pairs, torch.tensor([1], dtype=torch.int32, device=DEVICE))
+    of_row = RowAdapter.of(pairs, rows_of([1]))
     expected = gate_mul_reference(x @ weight.T + bias + added(x, pairs, [1]).float(), "silu")
     assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +38,11 @@ from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
 from nanoinfer.benchmark.plot import binned_rate, plot
 from nanoinfer.benchmark.repeats import Repeat, count_steps
+from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
@@ -86,6 +90,8 @@ def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
         ("embed", 10_000, 10_000 * 200, 0, 200),
         ("images", 256, 256 * 1090, 256 * 128, 1090 + 128),
         ("same-images", 256, 256 * 1090, 256 * 128, 1090 + 128),
+        ("repeat", 1, 128, 512, 128 + 512),
+        ("rollouts", 32, 32 * 512, 32 * 16 * 4096, 512 + 4096),
     ],
 )
 def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int, longest: int) -> None:
@@ -94,7 +100,7 @@ def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int
     assert len(work.prompts) == len(work.output_lens) == num_seqs
     assert (work.tokens_in, work.tokens_out) == (tokens_in, tokens_out)
     assert max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)) == longest
-    assert recipe.max_model_len == (33024 if name == "long" else 4096) >= longest
+    assert recipe.max_model_len == {"long": 33024, "rollouts": 4608}.get(name, 4096) >= longest
     assert recipe.max_num_seqs == (256 if name == "refill" else 512)
 
 
@@ -113,6 +119,52 @@ def test_every_repeat_has_other_tokens(name: str) -> None:
     assert first == work.prompts
     assert all(a != b for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
     assert max(max(prompt) for prompt in second) < 100
+
+
+def test_samples_of_rollouts_end_by_chance() -> None:
+    work = bench.WORKLOADS["rollouts"].draw(vocab_size=151936)
+    assert len(set(work.stop_ids)) / 151936 == pytest.approx(1 / 512, rel=0.01)
+    lens = [17 * prompt + sample for prompt in range(32) for sample in range(16)]
+    ended = work.as_it_ended(lens)
+    assert (ended.tokens_out, ended.samples, len(ended.prompts)) == (sum(lens), 1, 512)
+    for number, (prompt, out) in enumerate(zip(ended.prompts, ended.output_lens, strict=True)):
+        assert (prompt, out) == (work.prompts[number % 32], 17 * (number % 32) + number // 32)
+    nano = bench.WORKLOADS["nano"].draw(vocab_size=151936)
+    assert nano.as_it_ended(nano.output_lens) is nano
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9])
+def test_text_repeats_at_the_rate_that_a_workload_asks_for(
+    rate: float, tmp_path: Path, make_llm: Callable[..., LLM]
+) -> None:
+    bench.write_config("tiny", str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    llm = make_llm(str(tmp_path), device="cpu", load_format="dummy", max_num_seqs=4)
+    write_repeating_weights(llm, rate)
+    params = SamplingParams(max_tokens=500, temperature=0.6, ignore_eos=True)
+    outputs = llm.generate([[token] for token in (5, 600, 1200, 1800)], params, use_tqdm=False)
+    held = [after == (token + 1) % 2048 for out in outputs for token, after in pairwise(out.outputs[0].token_ids)]
+    assert sum(held) / len(held) == pytest.approx(rate, abs=0.06)
+
+
+def test_the_drafter_of_the_benchmark_guesses_successors() -> None:
+    tokens = torch.tensor([[7, 2047, 0], [3, 4, 5], [0, 0, 0]], dtype=torch.int32)
+    ints = partial(torch.tensor, dtype=torch.int32)
+    rows = RowTexts(tokens, ints([2, 3, 0]), ints([[-1] * 16]), ints([1, 0, -1]), ints([-1, -1, -1]))
+    guesses, counts = Successors(2048).propose(rows, 3)
+    assert guesses[:2].tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert counts.tolist() == [3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["--workload repeat --config 0.6b", "--speculation successors", "--speculation successors --config 8b"],
+)
+def test_text_repeats_where_there_is_a_head_to_change(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(command.split())
+    assert "such as 8b" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -664,7 +716,7 @@ def test_a_short_cache_shows_what_it_costs(
 
 def test_the_steps_are_those_of_the_median_repeat() -> None:
     prompt = StepResult(num_prefill_tokens=9, num_recomputed_tokens=4, num_preemptions=1)
-    repeats = [Repeat(0.0, 1.0, [prompt] * again + [StepResult()] * 10 * again) for again in (2, 5, 1)]
+    repeats = [Repeat(0.0, 1.0, [prompt] * again + [StepResult()] * 10 * again, [1]) for again in (2, 5, 1)]
     assert count_steps(repeats, tokens_in=80) == {
         "decode_steps": 20, "preemptions": 2, "recomputed_tokens": 8, "recomputed_share": 0.1,
     }  # fmt: skip
@@ -698,7 +750,7 @@ def test_a_plot_tells_what_each_line_is(replicas: int, tmp_path: Path) -> None:
     steps = [StepResult(num_decode_tokens=1, ready_at=float(1 + index), replica=index) for index in range(replicas)]
     file = tmp_path / "run.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        plot(Repeat(0.0, 2.0, steps), "a title", str(file))
+        plot(Repeat(0.0, 2.0, steps, [1]), "a title", str(file))
     texts = re.findall(r">([a-zA-Z][^<]*)</text>", file.read_text(encoding="utf-8"))
     of = [""] if replicas == 1 else [" on replica 0", " on replica 1"]
     assert sorted(texts) == sorted([

@@ -259,10 +259,18 @@ class TestOneGroup:
         seq = numbered(4)
         fill(manager, seq)
         assert manager.num_needed(seq) == 1
-        assert manager.append(seq) == [0]
+        assert manager.append(seq) == [(0, 1)]
         assert manager.num_needed(seq) == 0
         assert manager.append(seq) == []
         assert [manager.next_end(position) for position in (3, 4, 7, 8)] == [4, 8, 8, 12]
+
+    def test_several_tokens_may_need_several_blocks(self) -> None:
+        manager = BlockManager(5, alike(BLOCK))
+        seq = numbered(6)
+        fill(manager, seq)
+        assert [manager.num_needed(seq, count) for count in (2, 3, 6, 7)] == [0, 1, 1, 2]
+        assert manager.append(seq, 7) == [(0, 2), (0, 3)]
+        assert [manager.num_needed(seq, count) for count in (7, 11)] == [0, 1]
 
 
 class TestWindow:
@@ -438,7 +446,7 @@ class TestSeveralGroups:
         for seq in seqs:
             fill(manager, seq)
         assert sum(map(manager.num_needed, seqs)) == 0 + 1 + 2
-        assert [manager.append(seq) for seq in seqs] == [[], [1], [0, 1]]
+        assert [[group for group, _ in manager.append(seq)] for seq in seqs] == [[], [1], [0, 1]]
 
     def test_no_window_takes_the_blocks_that_another_needs_to_go_on(self) -> None:
         layout = layout_of((8, None), (2, 3), (2, 5))

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cases.launches import LAUNCHES
+from launches import LAUNCHES
 from triton import knobs
 from triton.backends import backends
 
@@ -21,13 +21,14 @@ SHARED_BYTES = 232_448  # that a program of an H100 can have
 SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 or 3.9
     "_decode_kernel": 24,
     "_delta_rows_kernel": 48,
+    "_expand_kernel": 16,  # in float32
     "_expert_kernel": 48,
     "_go_through_kernel": 84,
     "_group_kernel": 20,
     "_group_tiles_kernel": 24,  # NVFP4 in float32
     "_group_wave_kernel": 380,  # more than 64 tokens, and groups of 32 or 64
     "_in_order_kernel": 16,
-    "_one_row_kernel": 24,  # with an adapter
+    "_paged_decode_kernel": 16,  # heads of 256, or FP8 and guesses
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_rms_norm_kernel": 16,

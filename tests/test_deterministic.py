@@ -145,12 +145,12 @@ class TestInCompany:
         build(CASES[family], tmp_path)
         run = OneByOne._run_rows
 
-        def disturbed(steps: OneByOne, num_rows: int, context: Context, adapters: None) -> torch.Tensor:
+        def disturbed(steps: OneByOne, tokens: torch.Tensor, context: Context, adapters: None) -> torch.Tensor:
             down_proj = steps.model.layers[1].mlp.down_proj
-            factor = 1.00001 if num_rows > 2 else 1
+            factor = 1.00001 if len(tokens) > 2 else 1
             hook = down_proj.register_forward_hook(lambda module, inputs, out: out * factor, prepend=True)
             try:
-                return run(steps, num_rows, context, adapters)
+                return run(steps, tokens, context, adapters)
             finally:
                 hook.remove()
 

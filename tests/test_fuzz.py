@@ -1,4 +1,4 @@
-"""Whole engines by random requests: whatever runs beside a request, its tokens are those that it has alone.
+"""Whole engines by random requests: whatever runs beside a request, or is guessed, its tokens are those it has alone.
 
 transformers computes the logits behind every token that an engine has drawn. The token must have the largest one, with
 the noise of its seed if it was sampled. `pytest tests/test_fuzz.py --fuzz 4000` plays with 4,000 requests. Each test
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LONGROPE, Case, build
+from cases.drafters import Babbler
 from cases.states import DELTA
 from conftest import CollidingTree
 from safetensors.torch import load_file
@@ -435,6 +436,9 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
         "max_num_batched_tokens": max(least, rng.choice([7, 16, 30, rng.randint(8, 100), 100])),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
     }
+    if least == 1:  # layers without a state
+        drafters = [None, None, "suffix", "suffix", "auto", Babbler(VOCAB, rng.randrange(100))]
+        drawn |= {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
     options = {**stage.options(block_size), **drawn, **options}
     print(f"engine: {options}, {has_foresight=}, {nodes_collide=}, {slots_of_a_row=}")
     return LLM(stage.folder, **options)

@@ -122,7 +122,7 @@ class OperationsWithHost(RandomOperations):
         self.blocks[block_id] = self.host[slot]
         self.restore(node, place, block_id)
 
-    def append_and_launch(self, seq: Sequence) -> list[int]:
+    def append_and_launch(self, seq: Sequence) -> list[tuple[int, int]]:
         grown = self.append(seq)
         pairs = zip(self.layout.groups, seq.block_tables, strict=True)
         self.launch({table[len(seq) // group.block_size] for group, table in pairs})

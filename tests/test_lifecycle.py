@@ -19,7 +19,7 @@ from types import FrameType
 
 import pytest
 import torch
-from conftest import Oracle, greedy
+from conftest import Oracle, greedy, whole_only
 from safetensors.torch import load_file
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
@@ -336,6 +336,8 @@ HOST_FILES = (
     "llm_engine.py",
     "ranks.py",
     "scheduler.py",
+    "text_slots.py",
+    "draws.py",
     "block_manager.py",
     "message.py",
     "sequence.py",
@@ -360,16 +362,19 @@ class Interrupt:
         return self
 
 
-def test_an_interrupt_at_any_line_leaves_the_engine_usable(make_llm: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("speculation", [None, *whole_only(["suffix"])])
+def test_an_interrupt_at_any_line_leaves_the_engine_usable(
+    speculation: str | None, make_llm: Callable[..., LLM]
+) -> None:
     """The requests have samples, stop strings, chunks and preemptions. The test interrupts at every 193rd line."""
-    llm = make_llm(
-        device="cpu", kvcache_block_size=16, num_kvcache_blocks=7, max_model_len=100, max_num_batched_tokens=20
-    )
-    prompts = [list(range(30, 57)), [40] * 18, [31]]
+    blocks = {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "max_model_len": 100, "max_num_batched_tokens": 20}
+    llm = make_llm(device="cpu", speculation=speculation, **blocks)
+    prompts = [list(range(30, 57)), [40] * 18, [31], [50, 51] * 3]
     params = [
         SamplingParams(n=3, max_tokens=9, seed=1, top_k=5, stop=["the", "never"]),
         greedy(20, repetition_penalty=1.2, stop="never"),
         SamplingParams(max_tokens=7, logprobs=1, prompt_logprobs=1, seed=3, ignore_eos=True),
+        greedy(12, stop="never"),
     ]
 
     def generate(trace: Interrupt) -> list[list[list[int]]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +26,8 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerE
 from nanoinfer.config import Config
 from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.vision import options
+from nanoinfer.vision.ahead import PixelsAhead
+from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import FILES
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
@@ -106,10 +111,20 @@ def blind(qwen: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-def generate_with_peers(folder: str, prompt: Any, params: SamplingParams) -> list[list[int]]:
-    """Generate as one rank of a trainer's processes, fresh and cached."""
-    with make(folder, max_model_len=256) as llm:
-        return [llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"] for _ in range(2)]
+def generate_with_peers(folder: str, prompts: list[Any], params: SamplingParams) -> list[list[list[int]]]:
+    """Generate as one rank of a trainer's processes, fresh and cached, with a row for one prompt.
+
+    Of the ranks, one is slow to make pixels.
+    """
+    make_pixels = PixelsAhead._make
+
+    def make_slowly(self: PixelsAhead, pixels: Pixels) -> Pixels:
+        time.sleep(0.5 * dist.get_rank())
+        return make_pixels(self, pixels)
+
+    with patch.object(PixelsAhead, "_make", make_slowly), make(folder, max_model_len=256, max_num_seqs=1) as llm:
+        runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+    return [[output["token_ids"] for output in outputs] for outputs in runs]
 
 
 class TestOptions:
@@ -372,12 +387,16 @@ class TestCompany:
 
     @pytest.mark.whole
     def test_ranks_of_a_trainer(self, qwen: Checkpoint, tmp_path: Path) -> None:
-        """Each plans by itself, and has the tower."""
+        """Each plans by itself, and has the tower. They encode together, also images of prompts that wait."""
+        two = f"{qwen.prompt['prompt']} {qwen.prompt['prompt']}"
+        prompts = [qwen.prompt, TEXT, {"prompt": two, "multi_modal_data": {"image": [TWO, ONE]}}, qwen.prompt]
         trainer = Trainer("cpu", tmp_path)
         try:
-            assert trainer.run(generate_with_peers, qwen.folder, qwen.prompt, qwen.params()) == [qwen.expected()] * 2
+            fresh, cached = trainer.run(generate_with_peers, qwen.folder, prompts, qwen.params())
         finally:
             trainer.end()
+        assert fresh == cached
+        assert fresh[0] == fresh[3] == qwen.expected()
 
     @pytest.mark.whole
     def test_replicas(self, qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:

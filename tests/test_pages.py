@@ -51,6 +51,11 @@ def kept_close(printed: str) -> None:
     assert max(terms) < 32
 
 
+def some_were_guessed(printed: str) -> None:
+    """Check that later samples guess from earlier ones."""
+    assert sum(int(count) for count in re.findall(r"(\d+) of \d+ tokens had been guessed", printed)) > 0
+
+
 PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "README.md": ["glorious summer"],
     "adapters.md": ["\n1 8\n", "weep.\n {1}\n", kept_close],
@@ -61,6 +66,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "evaluation.md": [" window breaks? [-0.0", "perplexity 1."],
     "images.md": ["77 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],
+    "speculation.md": [some_were_guessed, " of "],
     "structured-outputs.md": ["'age': ", "is no JSON\nstop {'says': 'Good morrow'}", "True True ab"],
     "training.md": [" 2\n", learns, "3\n", twice_the_same, one_number_twice],
     "what-holds.md": ["True True\n", "temperature=-1: must be"],

@@ -278,11 +278,12 @@ def test_images_are_encoded_beside_decode(
     assert seen[last_prefill - 2][1] == 2
 
 
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
 def test_a_changed_image_ends_its_requests_alone(
-    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
+    ranks: int, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     own = checkpoint("qwen3-vl")
-    llm = make_llm(own.folder, **own.case.small)
+    llm = make_llm(own.folder, device="cpu", tensor_parallel_size=ranks, **own.case.small)
     image = np.asarray(picture(64, 64)).copy()
     good = own.prompts()[0]
     bad = own.processor.prepare("prompts[1]", own._image + text(5, 0), [image])
@@ -368,7 +369,7 @@ def test_pixels_are_made_ahead_and_once() -> None:
     scales = torch.tensor([[1.0] * 3, [2.0] * 3])[..., None].repeat(1, 1, 2)
     grid = {"grid": torch.ones(1, dtype=torch.int64)}
     sources = [Source("image", number, bytes([number])) for number in range(3)]
-    wanted = {source.key: PixelsOnDemand(grid, 56, scales, source, load) for source in sources}
+    wanted = {source.key: PixelsOnDemand(grid, 56, scales, 1, source, load) for source in sources}
     ahead = PixelsAhead(is_pinned=False)
     ahead.look(wanted)
     ahead.look(wanted)

@@ -340,7 +340,9 @@ class RandomOperations(RuleBasedStateMachine):
                 return
             grown = self.manager.append(seq)
             assert grown == [
-                index for index, group in enumerate(self.layout.groups) if len(seq) % group.block_size == 0
+                (index, len(seq) // group.block_size)
+                for index, group in enumerate(self.layout.groups)
+                if len(seq) % group.block_size == 0
             ]
             seq.token_ids.append(token)
             seq.num_scheduled = len(seq)

@@ -131,6 +131,12 @@ def test_in_a_trainers_processes(runner: str, tmp_path: Path, bundled: np.ndarra
     assert [error.partition(":")[0] for error in errors] == ["prompts[0] is empty", "classify", "dimensions=0"]
 
 
+def test_beside_guesses(make_llm: Callable[..., LLM], bundled: np.ndarray) -> None:
+    np.testing.assert_allclose(embed(make_llm(**OPTIONS, speculation="suffix")), bundled, atol=1e-4)
+    with pytest.raises(ValueError, match="speculation='suffix': must be left out: this LLM reads texts"):
+        make_llm(**OPTIONS, speculation="suffix", runner="pooling")
+
+
 def test_sleep_and_new_weights(make_llm: Callable[..., LLM], bundled: np.ndarray) -> None:
     llm = make_llm(**OPTIONS, runner="pooling")
     llm.sleep(2)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from nanoinfer.weights.adapters.bases import slot_rank
 from nanoinfer.weights.adapters.config import read_config
+from nanoinfer.weights.adapters.low_rank import LowRank
 from nanoinfer.weights.adapters.slots import Slots, clear, write
 from nanoinfer.weights.adapters.source import open_adapter
 
@@ -63,6 +64,23 @@ def test_an_iterator_may_give_one_memory_again_and_again(ours: Rank) -> None:
             yield name, memory[: tensor.numel()].view_as(tensor).copy_(tensor)
 
     assert all_close(product(ours, gathered(), alpha=4), product(ours, tensors, alpha=4))
+
+
+def test_the_next_adapter_of_a_form_is_checked_too(ours: Rank) -> None:
+    """Whatever the last one was: its numbers, or its shapes and settings if they differ."""
+    first = product(ours, TENSORS, alpha=4)
+    assert all_close(product(ours, {A: TENSORS[A] * 3, B: TENSORS[B]}, alpha=4), [3 * added for added in first])
+    assert all_close(product(ours, TENSORS, alpha=8), [2 * added for added in first])
+    assert all_close(product(ours, {B: TENSORS[B], A: TENSORS[A]}, alpha=4), first)
+    with pytest.raises(ValueError, match=f"adapter='tuned': {Q} has numbers that are NaN"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A] * float("nan")}, alpha=4)
+    with pytest.raises(ValueError, match="the adapter may be another model's"):
+        product(ours, {B: TENSORS[B], A: torch.ones(4, 47)}, alpha=4)
+    with pytest.raises(ValueError, match="must be floats of 16 bits or more"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A].long()}, alpha=4)
+    with pytest.raises(ValueError, match="target_modules leave it out"):
+        product(ours, {B: TENSORS[B], A: TENSORS[A]}, config={"r": 4, "target_modules": ["k_proj"]})
+    assert all_close(ours.added(0), first)
 
 
 def all_close(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -199,13 +217,14 @@ class TestSlots:
         assert all_close(ours.added(0), expected)
         assert ours.is_empty(1)
 
+    @pytest.mark.parametrize("rank", [4, slot_rank(MAX_RANK)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, ours: Rank) -> None:
+    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, rank: int, ours: Rank) -> None:
         """Whatever numbers the adapter has, the slots are of 16 bits."""
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]
-        b = torch.randn(64, 4).to(dtype)
-        write(ours.reader.read(open_adapter("tuned", {A: TENSORS[A], B: b}, alpha=1.3)), 0, slots)
-        (written,) = (one.b[0, :64, :4] for one in slots if one.b[0].any())
+        b = torch.randn(64, rank).to(dtype)
+        write({Q: LowRank(torch.ones(rank, 48), b, 1.3 / 4)}, 0, slots)
+        (written,) = (one.b[0, :64, :rank] for one in slots if one.b[0].any())
         assert torch.equal(written, (b.float() * (1.3 / 4)).bfloat16())
 
     @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

@@ -563,11 +563,14 @@ class Device:
             row["len"] += 1
             self.write(row["tables"], row["len"] - 1, row["last"], (row["adapter"], self.is_long(row["len"])))
         assert message.has_adapters == any(row["adapter"] != NONE for row in self.rows)
-        assert message.max_context_len == max(row["len"] for row in self.rows)
+        self.check_longest(message)
         self.prefixes = message.new_prefixes or self.prefixes
         if message.shares:
             self.check_prefixes()
         return [self.sample(row) for row in self.rows]
+
+    def check_longest(self, message: DecodeMessage) -> None:
+        assert message.max_context_len == max(row["len"] for row in self.rows)
 
     def check_prefixes(self) -> None:
         """Check that the rows of a run hold the same blocks, which hold none of their newest tokens."""

@@ -22,7 +22,7 @@ from nanoinfer.kernels.linear import fp8_linear
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.mlps import make_mlp
-from nanoinfer.parallel.shares import share_of
+from nanoinfer.parallel.shares import deal, share_of
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.store import Fp8Store
@@ -57,6 +57,20 @@ def case_of(family: str) -> Case:
 )
 def test_shares_are_runs_of_whole_units(size: int, ranks: int, unit: int, shares: list[range]) -> None:
     assert [share_of(size, rank, ranks, unit) for rank in range(ranks)] == shares
+
+
+@pytest.mark.parametrize(
+    ("costs", "dealt"),
+    [
+        ([], [[], []]),
+        ([7], [[0], []]),
+        ([2, 2, 2, 2], [[0, 2], [1, 3]]),
+        ([1, 5, 1, 1, 3], [[1, 3], [4, 0, 2]]),
+        ([4, 1, 3, 2], [[0], [2], [3, 1]]),
+    ],
+)
+def test_tasks_are_dealt_to_who_has_the_least(costs: list[int], dealt: list[list[int]]) -> None:
+    assert deal(costs, len(dealt)) == dealt
 
 
 class TestUnits:

@@ -197,7 +197,7 @@ class TestRanksThatAreCalledAlike:
             SamplingParams(max_tokens=20, stop=["ve", "th"], temperature=0.5),
         ]
         expected = generate(make_one(), prompts, params)
-        (outputs,), _ = trainer.run(generate_each, {}, [(prompts, params)])
+        (outputs,), _ = trainer.run(generate_each, {"speculation": "auto"}, [(prompts, params)])
         assert_equal(outputs, expected)
 
     def test_structured_outputs(self, trainer: Trainer, make_one: Callable[..., LLM]) -> None:

@@ -271,6 +271,7 @@ def test_it_prints_a_few_lines() -> None:
         num_saved_blocks=1200, num_restored_blocks=3,
         num_prefill_steps=3, num_prefill_tokens=2503, prefill_seconds=0.5, prefill_tokens_per_second=5006.0,
         num_decode_steps=40, num_decode_tokens=3766, decode_seconds=1.25, decode_tokens_per_second=3012.8,
+        num_proposed_tokens=0, num_accepted_tokens=0,
     )  # fmt: skip
     assert str(stats).splitlines() == [
         "requests: 1,234 in 2.0 s; samples: 1,230 length, 4 stop",
@@ -388,7 +389,7 @@ def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later
     replicas.on_step = seen.append
     now = time.perf_counter()
     for ready_at in (now - 1, now + 1):
-        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0)])
+        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0, 0, 0)])
         replicas._note_steps(0, report)
     assert counts(replicas.counters.stats()) == {
         "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,

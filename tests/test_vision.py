@@ -27,7 +27,7 @@ from nanoinfer.config import Config
 from nanoinfer.runner.trials import largest_image
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_images
-from nanoinfer.vision.pixels import bytes_of
+from nanoinfer.vision.pixels import bytes_of, count_embeddings
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower
@@ -89,6 +89,10 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
     assert places == (wanted["input_ids"][0] == ours.config.image_token_id).nonzero().flatten().tolist()
 
     encoded = dict(zip([s.key for s in prompt.spans if s.first == 0], ours.tower.encode(by_image(prompt)), strict=True))
+    counts = [count_embeddings(pixels.in_bytes()) for pixels in by_image(prompt)]
+    assert [(len(one.embeddings), len(one.deep)) for one in encoded.values()] == [
+        (count, ours.tower.num_deep) for count in counts
+    ]
     inputs = {key: wanted[key] for key in prompt.pixels[0]}
     with torch.inference_mode():
         features = ours.model.model.get_image_features(**inputs, return_dict=True)

@@ -265,7 +265,8 @@ class TestOptions:
                 {"distributed_executor_backend": OutputKind},
                 "an LLM starts its ranks itself, or has those of tensor_par",
             ),
-            ({"speculative_config": {"model": "a"}}, "must be None or empty: there is no speculative decoding here"),
+            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation='suffix', max_guesses=...\)"),
+            ({"speculative_config": {"model": "a"}}, "its method must be 'ngram' or 'suffix': nanoinfer guesses from"),
         ],
         ids=repr,
     )

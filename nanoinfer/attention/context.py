@@ -82,9 +82,27 @@ class ImageContext:
     deep: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Guesses:
+    """Which tokens of a decode step are guesses: those behind the last tokens of all rows, one row's after another's.
+
+    A guess is a token as the others are: it has its own position, slot, context and block table. So a backend need not
+    know of guesses; it may read a row's keys once for all of the row's tokens.
+
+    first: [rows] int32, the place of a row's first guess among all guesses
+    counts: [rows] int32, how many a row has; most: at most
+    heads: query heads of this rank
+    """
+
+    first: Tensor
+    counts: Tensor
+    most: int
+    heads: int
+
+
 @dataclass(slots=True)
 class Context:
-    """One step's tokens and where their keys and values live. Decode has one token a sequence."""
+    """One step's tokens and where their keys and values live. Decode has one token a sequence, and its guesses."""
 
     layers: Mapping[int, tuple[Tensor, Tensor]]  # of the KV cache: for each layer, its keys and its values
     groups: list[GroupContext]  # of layers
@@ -96,6 +114,7 @@ class Context:
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     images: ImageContext | None = None  # None: the step's tokens are no image's
+    guesses: Guesses | None = None  # among the tokens of a decode step; they share no prefixes
     rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 

@@ -7,7 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
-from nanoinfer.attention.context import Context, GroupContext, Scoring
+from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
+from nanoinfer.kernels.attention.bundles import Bundles, bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
@@ -26,7 +27,10 @@ class TritonBackend:
         prefixes = context.prefixes
         for own, group in zip(context.groups, self.groups, strict=True):
             k_cache, _ = context.layers[group.layers[0]]
-            own.plan = plan_decode(context.context_lens, k_cache, window=group.window, prefixes=prefixes)
+            bundles = None if context.guesses is None else _bundle(context.context_lens, context.guesses, k_cache)
+            own.plan = plan_decode(
+                context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
+            )
             prefixes = None  # the first group's alone
 
     def prefill(
@@ -66,7 +70,7 @@ class TritonBackend:
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
     ) -> Tensor:
-        """Attend from one query per sequence; prefixes that several share are read once, if no window hides these."""
+        """Attend from one query per token; prefixes that several share are read once, if no window hides these."""
         plan, shared = group.plan, None
         if plan.own_starts is not None:
             assert context.prefixes is not None
@@ -93,3 +97,9 @@ class TritonBackend:
             shared,
             scoring.sinks,
         )
+
+
+def _bundle(context_lens: Tensor, guesses: Guesses, k_cache: Tensor) -> Bundles | None:
+    """Return the bundles of a verifying step; None if its tokens attend one by one."""
+    queries = queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+    return bundle(context_lens, guesses.first, guesses.counts, guesses.most, queries) if queries > 1 else None

@@ -17,11 +17,20 @@ from nanoinfer.sampling_params import SamplingParams
 
 @dataclass
 class Repeat:
-    """One timed run: when it began on time.perf_counter's clock, how long it took, and the engine's steps."""
+    """One timed run: when it began on time.perf_counter's clock, how long it took, and the engine's steps.
+
+    output_lens: of the samples, those of a prompt one after another
+    """
 
     start: float
     seconds: float
     steps: list[StepResult]
+    output_lens: list[int]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens that it generated, by its time."""
+        return sum(self.output_lens) / self.seconds
 
     def sum(self, name: str) -> int:
         """Add up a figure of the steps."""
@@ -86,15 +95,16 @@ def time_repeat(
         read = llm.embed(prompts, use_tqdm=False)
         seconds = time.perf_counter() - start
         assert all(output.embedding is not None for output in read)
-        return Repeat(start, seconds, watch.steps)
+        return Repeat(start, seconds, watch.steps, work.output_lens)
     named = cycle(adapters or [None])
     params = [
-        replace(sampling, max_tokens=out, n=work.samples, adapter=adapter)
+        replace(sampling, max_tokens=out, n=work.samples, adapter=adapter, stop_token_ids=work.stop_ids or None)
         for out, adapter in zip(work.output_lens, named, strict=False)
     ]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     lens = [len(sample.token_ids) for output in outputs for sample in output.samples]
-    assert lens == [out for out in work.output_lens for _ in range(work.samples)]
-    return Repeat(start, seconds, watch.steps)
+    most = [out for out in work.output_lens for _ in range(work.samples)]
+    assert lens == most or (work.stop_ids and max(lens) <= max(most))
+    return Repeat(start, seconds, watch.steps, lens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,10 @@ class Recipe:
     prefix_len: int = 0  # tokens that come before every prompt, the same for all
     images: int = 0  # so many different ones come before the prompts, in turn
     samples: int = 1  # of each prompt
+    mean_output: int | None = (
+        None  # outputs have geometric lengths of this mean, at most output_lens; None: output_lens
+    )
+    repeat_rate: float | None = None  # at which guesses of the next token hold, with random weights; None: by chance
     max_num_seqs: int = 512
     max_model_len: int = 4096
     kv_tokens: int | None = None  # the KV cache has the fewest blocks that hold so many; None: what the memory holds
@@ -177,13 +181,17 @@ class Recipe:
             prefix = [vision.BEGIN, *[vision.IMAGE] * vision.TOKENS, vision.END]
         shared = len(prefix) if images < self.num_seqs else 0
         prompts = [prefix + prompt for prompt in prompts]
-        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images)
+        stop_ids = [] if self.mean_output is None else draw_stop_ids(self.mean_output, vocab_size)
+        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images, stop_ids)
 
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
         prefix += f"one of {self.images} images of {vision.SIDE} x {vision.SIDE} + " if self.images else ""
+        if self.mean_output is not None:
+            output = f"{self.mean_output} on average (at most {output})"
         samples = f", {self.samples} samples" if self.samples > 1 else ""
+        samples += f", guesses hold at rate {self.repeat_rate}" if self.repeat_rate is not None else ""
         cache = f", {self.kv_tokens:,} in the KV cache" if self.kv_tokens else ""
         return f"{prefix}{prompt} in, {'embedded' if self.only_reads else f'{output} out'}{samples}{cache}"
 
@@ -209,6 +217,16 @@ WORKLOADS = {
     "embed": Recipe(num_seqs=10_000, prompt_lens=(200, 200), output_lens=(0, 0)),
     "images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=256),
     "same-images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=16),
+    "repeat": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512), repeat_rate=0.7),
+    "rollouts": Recipe(
+        num_seqs=32,
+        prompt_lens=(512, 512),
+        output_lens=(4096, 4096),
+        mean_output=512,
+        samples=16,
+        repeat_rate=0.7,
+        max_model_len=4608,
+    ),
 }
 
 
@@ -220,6 +238,7 @@ class Workload:
     prefix_len: so many first tokens they share, with those of `prefixes` that have the same; in turn
     samples: of each prompt
     images: how many come before the prompts, in turn
+    stop_ids: tokens that end a sample
     """
 
     prompts: list[list[int]]
@@ -228,6 +247,7 @@ class Workload:
     samples: int = 1
     prefixes: int = 1
     images: int = 0
+    stop_ids: list[int] = field(default_factory=list)
 
     def repeat(self, index: int, vocab_size: int) -> list[Any]:
         """Return the prompts as generate takes them.
@@ -245,6 +265,17 @@ class Workload:
             for number, text in enumerate(texts)
         ]
 
+    def as_it_ended(self, output_lens: list[int]) -> Workload:
+        """Return the workload of a repeat whose samples had these lengths, those of a prompt one after another.
+
+        Each sample is a request then, which shares its prompt.
+        """
+        if not self.stop_ids:
+            return self
+        count, length = len(self.prompts), len(self.prompts[0])
+        turns = [output_lens[start :: self.samples] for start in range(self.samples)]
+        return Workload(self.prompts * self.samples, [out for turn in turns for out in turn], length, prefixes=count)
+
     @property
     def tokens_in(self) -> int:
         """Prompt tokens of one repeat."""
@@ -255,10 +286,10 @@ class Workload:
         """Generated tokens of one repeat."""
         return self.samples * sum(self.output_lens)
 
-    @property
-    def tokens_told(self) -> int:
-        """Tokens of which the rate is told: those that are generated, or read."""
-        return self.tokens_out or self.tokens_in
+
+def draw_stop_ids(mean: int, vocab_size: int) -> list[int]:
+    """Return so many token ids that a text of random tokens ends after so many on average."""
+    return random.Random(0).sample(range(vocab_size), max(1, round(vocab_size / mean)))
 
 
 def has_experts(name: str) -> bool:

@@ -184,21 +184,24 @@ class BlockManager:
             self.states.fork(other)
         return copies
 
-    def num_needed(self, seq: Sequence) -> int:
-        """Return how many blocks the next token to be scheduled needs."""
-        position, needed = seq.num_scheduled, 0
+    def num_needed(self, seq: Sequence, count: int = 1) -> int:
+        """Return how many blocks the next `count` tokens to be scheduled need."""
+        end, needed = seq.num_scheduled + count, 0
         for size, table in zip(self._sizes, seq.block_tables, strict=True):
-            if position >= len(table) * size:
-                needed += 1
+            if end > len(table) * size:
+                needed += -(-end // size) - len(table)
         return needed
 
-    def append(self, seq: Sequence) -> list[int]:
-        """Give a sequence the blocks that its next token needs, which must be free; returns the groups' numbers."""
-        grown = []
-        for index, (group, table) in enumerate(zip(self.groups, seq.block_tables, strict=True)):
-            if seq.num_scheduled >= len(table) * group.block_size:
-                self._extend(table, len(table) + 1)
-                grown.append(index)
+    def append(self, seq: Sequence, count: int = 1) -> list[tuple[int, int]]:
+        """Give a sequence the blocks that its next `count` tokens need, which must be free.
+
+        Returns their places: the number of a group, and the column of its block table.
+        """
+        end, grown = seq.num_scheduled + count, []
+        for index, (size, table) in enumerate(zip(self._sizes, seq.block_tables, strict=True)):
+            length = -(-end // size)
+            grown += [(index, column) for column in range(len(table), length)]
+            self._extend(table, length)
         return grown
 
     def take_transfers(self, num_tokens: int) -> Transfers | None:

@@ -25,6 +25,10 @@ from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.speculation.draws import read_plain, read_verified
+from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
+from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import InFlight, StepResult, planned
 from nanoinfer.grammar import Grammar
@@ -44,15 +48,11 @@ class LLMEngine:
         """workers: the processes of the other ranks, if these have started already"""
         self.config = config
         self.ranks = Ranks(config, workers)
-        self.scheduler = Scheduler(
-            BlockManager(self.memory.blocks, config.cache_layout, self.memory.slots, self._make_tier()),
-            self.memory.rows,
-            config.max_num_batched_tokens,
-            config.description.long_from,
-        )
+        self.scheduler = self._make_scheduler()
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
         finder = _prefix_finder(config) if config.shares_prefixes else None
-        self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0)
+        texts = TextSlots(self.ranks.runner.text_slots) if config.speculation is not None else None
+        self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0, texts=texts)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.adapters = Adapters(self.ranks, self.scheduler, config.max_adapters)
@@ -63,6 +63,17 @@ class LLMEngine:
         self.counters = Counters()
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
         self._has_images = False  # whether a prompt had some
+
+    def _make_scheduler(self) -> Scheduler:
+        config, memory = self.config, self.memory
+        manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, self._make_tier())
+        limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
+        if config.speculation is None:
+            return Scheduler(manager, *limits)
+        times = self.ranks.call("time_steps")
+        may_decline = config.speculation == "auto"
+        budget = Budget(self.ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
+        return SpeculatingScheduler(manager, *limits, budget, config.max_guesses)
 
     def _keeps_image(self, key: bytes) -> bool:
         images = self.ranks.runner.holdings.images
@@ -154,7 +165,8 @@ class LLMEngine:
                 launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
             if self._has_images:
-                self._look_ahead(beside_decode=isinstance(step, DecodeStep))
+                # Ranks that plan by themselves encode together, and would differ in what threads have made by now.
+                self._look_ahead(beside_decode=isinstance(step, DecodeStep) and self.ranks.peers is None)
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
@@ -233,18 +245,25 @@ class LLMEngine:
         result = done.result
         done.note_load(self.scheduler)
         with fresh_torch_state():
-            token_ids = self.ranks.wait(done.tokens)
-            failed = without_token(done.seqs, token_ids, self.config.dtype) | without_images(done.step)
-            failed |= without_numbers(done.step, done.tokens.extras, self.config.dtype)
-            for seq, why in failed.items():
-                self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
-                self.finish(seq, "error", why)
+            drawn = self.ranks.wait(done.tokens)
+            draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
+            faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_images(done.step)
+            failed = self._fail(faulty | without_numbers(done.step, done.tokens.extras, self.config.dtype))
             record_extras(done.step, done.seqs, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)
-        ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
-        done.note_ends([*failed, *ended, *self._advance_matchers(done.guided)], num_dropped)
+        ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, draws.tokens, strict=True))
+        if draws.lasts:
+            failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
+        done.note_ends([*failed, *ended, *self._advance_matchers(done.guided)], draws, num_dropped)
         self.counters.note_step(result, self.on_step)
         return result
+
+    def _fail(self, failed: dict[Sequence, str]) -> list[Sequence]:
+        """End sequences by what is wrong with each; returns them."""
+        for seq, why in failed.items():
+            self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+            self.finish(seq, "error", why)
+        return list(failed)
 
     def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:
         """Let the matchers read their sequences' newest tokens; returns the sequences that end by that."""

@@ -8,6 +8,7 @@ from nanoinfer.engine.images import ImageFeed
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.logits.settings import is_plain, needs_tokens
 from nanoinfer.runner.message import (
@@ -31,16 +32,21 @@ class RowMap:
     """
 
     def __init__(
-        self, finder: PrefixFinder | None = None, feed: ImageFeed | None = None, may_adapt: bool = False
+        self,
+        finder: PrefixFinder | None = None,
+        feed: ImageFeed | None = None,
+        may_adapt: bool = False,
+        texts: TextSlots | None = None,
     ) -> None:
         """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images.
 
-        may_adapt: whether sequences may have adapters
+        may_adapt: whether sequences may have adapters; texts: given if guesses are verified
         """
         self.seqs: list[Sequence] = []
         self._finder = finder
         self._feed = feed
         self._may_adapt = may_adapt
+        self._texts = texts
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -60,7 +66,12 @@ class RowMap:
             self.seqs.append(seq)
         images = self.new_images(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        return PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images), list(joins)
+        message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images)
+        if self._texts is not None:
+            for seq, join in joins.items():
+                join.drafting = self._texts.join(seq)
+            message.members = self._texts.take_changed()
+        return message, list(joins)
 
     def new_images(self, chunks: list[Chunk]) -> NewImages | None:
         """Return the images that the ranks need for the chunks of a prefill step; None: the chunks have no images."""
@@ -73,12 +84,16 @@ class RowMap:
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""
         self.seqs = []
+        if self._texts is not None:
+            self._texts.clear()
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
-        grown = [_describe_block(seq, group) for seq, group in step.grown]
-        prefixes = self._new_prefixes()
-        message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, self._shares, prefixes)
+        grown = [(seq.row, group, column, seq.block_tables[group][column]) for seq, group, column in step.grown]
+        message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, guesses=step.guesses)
+        if not step.guesses:  # a step that verifies does not read shared prefixes once
+            message.new_prefixes = self._new_prefixes()
+            message.shares = self._shares
         if self._may_adapt:
             message.has_adapters = any(seq.adapter >= 0 for seq in self.seqs)
         return message, self.seqs.copy()
@@ -104,16 +119,13 @@ class RowMap:
         moves = [(seq.row, hole) for seq, hole in zip(movers, holes, strict=True)]
         for seq in leaving:
             seq.row = -1
+            if self._texts is not None:
+                self._texts.leave(seq)
         for seq, hole in zip(movers, holes, strict=True):
             seq.row = hole
             self.seqs[hole] = seq
         del self.seqs[num_rows:]
         return moves
-
-
-def _describe_block(seq: Sequence, group: int) -> tuple[int, int, int, int]:
-    table = seq.block_tables[group]
-    return seq.row, group, len(table) - 1, table[-1]
 
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:

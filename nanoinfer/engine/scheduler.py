@@ -44,6 +44,7 @@ class PrefillStep:
 
     chunks: list[Chunk]
     forks: list[Fork]
+    guesses = 0  # as DecodeStep has them
 
     @property
     def scored(self) -> list[Sequence]:
@@ -58,12 +59,13 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step that gives every sequence in it one more token."""
+    """A step that gives every sequence in it one more token, or several where guesses hold."""
 
     seqs: list[Sequence]
-    grown: list[tuple[Sequence, int]]  # a sequence and the number of a group: its block table got a block for this step
+    grown: list[tuple[Sequence, int, int]]  # the blocks that came for this step: sequence, group, column of its table
     due: list[Sequence]  # sequences that this step takes to their check_at
     max_context_len: int
+    guesses: int = 0  # so many places there are for guesses of all sequences: see SpeculatingScheduler
 
     @property
     def num_tokens(self) -> int:
@@ -207,16 +209,10 @@ class Scheduler:
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        while self.full and sum(map(self.block_manager.num_needed, self.full)) > self.block_manager.num_free:
-            if in_flight:
-                return None  # a preempted sequence starts again from its tokens, which must be known
-            self._requeue(self.admission.cheapest(self.running))
-            self.admission.is_shut = True  # who has lost blocks does not push out others in turn
-            self.num_preemptions += 1
-        if not self.decoding:
+        if not (self._make_room(in_flight) and self.decoding):
             return None
         seqs, due, longest = self.decoding.copy(), [], 0
-        grown = [(seq, group) for seq in self.full for group in self.block_manager.append(seq)]
+        grown = [(seq, *place) for seq in self.full for place in self.block_manager.append(seq)]
         self.full.clear()
         for seq in seqs:
             seq.num_scheduled = length = seq.num_scheduled + 1
@@ -227,6 +223,19 @@ class Scheduler:
         for seq in due:
             self._check(seq)
         return DecodeStep(seqs, grown, due, longest)
+
+    def _make_room(self, in_flight: bool) -> bool:
+        """Preempt sequences until there are blocks for the next token of the others; returns whether there are.
+
+        A preempted sequence starts again from its tokens, which must be known: none can be while a step is in flight.
+        """
+        while self.full and sum(map(self.block_manager.num_needed, self.full)) > self.block_manager.num_free:
+            if in_flight:
+                return False
+            self._requeue(self.admission.cheapest(self.running))
+            self.admission.is_shut = True  # who has lost blocks does not push out others in turn
+            self.num_preemptions += 1
+        return True
 
     def _start(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
@@ -335,9 +344,17 @@ class Scheduler:
             filled = [(seq, len(seq)) for seq in step.due]
         for seq, end in filled:
             if not seq.is_finished:
-                self.block_manager.record(seq, end)  # of a prompt, `schedule` has done so
-                if self.block_manager.release(seq, seq.num_scheduled):
-                    self.admission.is_shut = False
+                self._keep(seq, end)  # of a prompt, `schedule` has recorded it
+
+    def _keep(self, seq: Sequence, end: int) -> None:
+        """Record what a sequence's tokens up to `end` have filled, and take back what windows have left behind."""
+        self.block_manager.record(seq, end)
+        if self.block_manager.release(seq, self._next_query(seq)):
+            self.admission.is_shut = False
+
+    def _next_query(self, seq: Sequence) -> int:
+        """Return the first position of a sequence that a step may compute that is still to be planned."""
+        return seq.num_scheduled
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from nanoinfer.engine.images import PromptImages
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.routed_experts import RoutedExperts
+from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
@@ -34,11 +36,12 @@ class Sequence:
     """One sample of a request, from its prompt to its last token.
 
     The host runs ahead of the device, so lengths come in two kinds. `num_scheduled` counts the tokens whose keys
-    and values a launched step computes. Only tokens that have been read back are in `token_ids`.
+    and values a launched step computes, at most. Only tokens that have been read back are in `token_ids`.
     """
 
     __slots__ = (
         "adapter",
+        "ahead",
         "block_tables",
         "check_at",
         "finish_reason",
@@ -50,11 +53,14 @@ class Sequence:
         "logprobs",
         "max_len",
         "node",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_nodes",
         "num_prompt_tokens",
+        "num_proposed_tokens",
         "num_released",
         "num_scheduled",
+        "on_token",
         "params",
         "pooled",
         "prompt_logprobs",
@@ -102,6 +108,8 @@ class Sequence:
         self.request_id = request_id
         self.sample_index = sample_index
         self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
+        self.num_proposed_tokens = 0  # guesses that were verified
+        self.num_accepted_tokens = 0  # generated tokens that had been guessed
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
         self.logprobs = NO_LOG if params.logprobs is None else CandidatesLog()  # of the generated tokens
@@ -118,6 +126,9 @@ class Sequence:
         self.num_scheduled = 0
         self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled
         self.is_long = False  # kept by Scheduler: whether it is computed as a long sequence, whose keys differ
+        self.ahead: Ahead | None = None  # kept by SpeculatingScheduler, once the sequence runs
+        # Called with each token, and may end the sequence, where a step may give it several:
+        self.on_token: Callable[[], object] | None = None
         # Kept by BlockManager:
         self.block_tables: list[list[int]] = []  # one for each group of layers; none: it holds no blocks
         self.num_released: list[int] = []  # leading blocks of each table that the sequence no longer holds

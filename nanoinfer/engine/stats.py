@@ -31,10 +31,12 @@ class Stats:
     num_prefill_tokens: tokens that the model computed in these steps
     prefill_seconds: the time of these steps; with several replicas, the sum over all
     prefill_tokens_per_second: num_prefill_tokens by that time; with several replicas, the sum of their rates
-    num_decode_steps: steps that computed one more token for each running sequence
+    num_decode_steps: steps that computed one more token for each running sequence, or several that were guessed
     num_decode_tokens: tokens that samples got in these steps
     decode_seconds: the time of these steps; with several replicas, the sum over all
     decode_tokens_per_second: num_decode_tokens by that time; with several replicas, the sum of their rates
+    num_proposed_tokens: guesses that these steps verified, where the LLM has speculation
+    num_accepted_tokens: those of num_decode_tokens that had been guessed
 
     With several replicas, what another computes anew after one has died counts again: prompts, tokens and steps.
 
@@ -44,7 +46,8 @@ class Stats:
     Stats has these attributes too:
 
     cached_share: num_cached_tokens by num_prompt_tokens, from 0 to 1
-    rows_per_decode_step: num_decode_tokens by num_decode_steps
+    rows_per_decode_step: sequences that got tokens in a decode step, on average
+    tokens_per_decode_row: tokens that each of these got; 1.0 without speculation
     """
 
     seconds: float
@@ -65,6 +68,8 @@ class Stats:
     num_decode_tokens: int
     decode_seconds: float
     decode_tokens_per_second: float
+    num_proposed_tokens: int
+    num_accepted_tokens: int
 
     @property
     def cached_share(self) -> float:
@@ -73,8 +78,17 @@ class Stats:
 
     @property
     def rows_per_decode_step(self) -> float:
-        """num_decode_tokens by num_decode_steps; 0.0 without steps."""
-        return self.num_decode_tokens / max(self.num_decode_steps, 1)
+        """The sequences that got tokens in a decode step, on average; 0.0 without steps."""
+        return self._num_decode_rows / max(self.num_decode_steps, 1)
+
+    @property
+    def tokens_per_decode_row(self) -> float:
+        """The tokens that a sequence got in a decode step, on average; 0.0 without steps."""
+        return self.num_decode_tokens / max(self._num_decode_rows, 1)
+
+    @property
+    def _num_decode_rows(self) -> int:
+        return self.num_decode_tokens - self.num_accepted_tokens
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.finish_reasons.items())
@@ -89,9 +103,18 @@ class Stats:
                 f" {self.decode_tokens_per_second:,.0f} tok/s; steps: {self.num_decode_steps:,},"
                 f" with {self.rows_per_decode_step:,.1f} rows each",
                 f"preemptions: {self.num_preemptions:,}; tokens computed again: {self.num_recomputed_tokens:,}",
+                *self._guesses(),
                 *self._host_memory(),
             ]
         )
+
+    def _guesses(self) -> list[str]:
+        if not self.num_proposed_tokens:
+            return []
+        return [
+            f"guesses: {self.num_accepted_tokens:,} of {self.num_proposed_tokens:,} held;"
+            f" {self.tokens_per_decode_row:,.2f} tokens a row and step"
+        ]
 
     def _host_memory(self) -> list[str]:
         if not (self.num_saved_blocks or self.num_restored_blocks):
@@ -155,6 +178,7 @@ class Counters:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_preemptions = self._num_recomputed_tokens = 0
         self._num_saved_blocks = self._num_restored_blocks = 0
+        self._num_proposed_tokens = self._num_accepted_tokens = 0
 
     def covers(self, result: StepResult) -> bool:
         """Whether a step ended after the last reset; a replica may tell of one much later."""
@@ -170,6 +194,8 @@ class Counters:
         self._num_recomputed_tokens += result.num_recomputed_tokens
         self._num_saved_blocks += result.num_saved_blocks
         self._num_restored_blocks += result.num_restored_blocks
+        self._num_proposed_tokens += result.num_proposed_tokens
+        self._num_accepted_tokens += result.num_accepted_tokens
         if on_step is not None:
             on_step(result)
 
@@ -214,4 +240,6 @@ class Counters:
             num_decode_tokens=sum(pace.tokens for pace in decode),
             decode_seconds=sum(pace.seconds for pace in decode),
             decode_tokens_per_second=self._rates.decode.tokens_per_second,
+            num_proposed_tokens=self._num_proposed_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.speculation.draws import Draws
 from nanoinfer.runner.message import Transfers
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
@@ -37,16 +38,20 @@ class InFlight:
                     seq.first_token_at = seq.first_token_at or ready_at
         return ready_at
 
-    def note_ends(self, finished: list[Sequence], num_dropped: int) -> None:
-        """Note the sequences that ended with the step, and how many tokens all got; the others were dropped."""
+    def note_ends(self, finished: list[Sequence], draws: Draws, num_dropped: int) -> None:
+        """Note the sequences that ended with the step, and how many of the drawn tokens all got."""
         assert self.tokens is not None
-        self.result.finished = finished
+        result = self.result
+        result.finished = finished
         for seq in finished:
             seq.finished_at = self.tokens.ready_at
-        self.result.advanced = self.seqs
-        self.result.num_generated_tokens = len(self.seqs) - num_dropped
-        if not isinstance(self.step, PrefillStep):
-            self.result.num_decode_tokens -= num_dropped
+        result.advanced = self.seqs
+        result.num_generated_tokens = draws.num_tokens - num_dropped
+        if isinstance(self.step, DecodeStep):
+            result.num_decode_tokens = result.num_generated_tokens
+            if self.step.guesses:
+                result.num_proposed_tokens = draws.num_proposed
+                result.num_accepted_tokens = result.num_generated_tokens - draws.num_first
 
 
 @dataclass
@@ -74,6 +79,8 @@ class StepResult:
     num_preemptions: int = 0  # just before the step
     num_saved_blocks: int = 0  # copied to host memory beside the step
     num_restored_blocks: int = 0  # copied back
+    num_proposed_tokens: int = 0  # guesses that were verified
+    num_accepted_tokens: int = 0  # tokens among num_decode_tokens that had been guessed
     replica: int = 0  # which of data_parallel_size made it
 
     def note_transfers(self, transfers: Transfers | None) -> None:

@@ -110,7 +110,7 @@ def fetch(ptrs, EARLY: tl.constexpr):
 def fetch_rows(ptr, row, end, columns, first, COUNT: tl.constexpr, EARLY: tl.constexpr):
     """Let the L2 cache fetch COUNT numbers, from column `first` on, of a matrix's rows before `end`; see fetch."""
     PER_LINE: tl.constexpr = LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth
-    column = tl.minimum(first + tl.arange(0, COUNT // PER_LINE) * PER_LINE, columns - 1)
+    column = tl.minimum(first + tl.arange(0, (COUNT + PER_LINE - 1) // PER_LINE) * PER_LINE, columns - 1)
     fetch(ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * columns + column[None, :], EARLY)
 
 

@@ -46,6 +46,8 @@ class StepFigures(NamedTuple):
     num_preemptions: int
     num_saved_blocks: int
     num_restored_blocks: int
+    num_proposed_tokens: int
+    num_accepted_tokens: int
 
 
 class Report(NamedTuple):

@@ -99,6 +99,8 @@ class SampleOutput(Output):
     routed_experts: the experts that each token of prompt and output took, the likeliest first, in the layers that have
         experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256. The last
         generated token took none yet. None without LLM's routed_experts
+    num_proposed_tokens: guesses that were verified for this sample; 0 without LLM's speculation
+    num_accepted_tokens: those of token_ids that had been guessed
 
     A SampleOutput has one more attribute, which is no key:
 
@@ -116,6 +118,8 @@ class SampleOutput(Output):
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
     routed_experts: npt.NDArray[np.integer[Any]] | None
+    num_proposed_tokens: int
+    num_accepted_tokens: int
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -41,6 +41,8 @@ class Sample:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and (streams or seq.params.stop):
             self._detokenizer = Detokenizer(tokenizer, seq)
+            if seq.params.stop and engine.config.speculation is not None:
+                seq.on_token = self.update  # what comes behind a stop string in the same step is none of its tokens
         self._num_taken = 0  # tokens that take_new has returned
 
     @property
@@ -90,6 +92,8 @@ class Sample:
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
+            num_proposed_tokens=seq.num_proposed_tokens,
+            num_accepted_tokens=seq.num_accepted_tokens,
             num_cached_tokens=seq.num_cached_tokens,
             started_at=seq.started_at,
             first_token_at=seq.first_token_at,

@@ -17,7 +17,8 @@ class SampleResult(NamedTuple):
     """A sample that has ended, as plain data, which can cross to another process.
 
     number: the sample's among its prompt's
-    text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts: as SampleOutput has them
+    text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts, num_proposed_tokens,
+        num_accepted_tokens: as SampleOutput has them
     num_cached_tokens: this many tokens of the prompt came from the KV cache
     started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
@@ -39,6 +40,8 @@ class SampleResult(NamedTuple):
     prompt_logprobs: CandidatesLog | None = None
     kept_tokens: list[tuple[int, float]] | None = None
     routed_experts: ExpertIds | None = None
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
     pooled: Vector | None = None
 
     def output(self, decode: Decode | None) -> SampleOutput:
@@ -53,6 +56,8 @@ class SampleResult(NamedTuple):
             logprobs=None if self.logprobs is None else Later(partial(self.logprobs.logprobs, decode)),
             kept_tokens=self.kept_tokens,
             routed_experts=self.routed_experts,
+            num_proposed_tokens=self.num_proposed_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from nanoinfer.kernels.launch import recording
 from nanoinfer.process.bar import Advance
+from nanoinfer.runner.drafting.sizes import VerifySize
 
 MAX_GRAPH_ROWS = 512
 SHARING_ROWS = (16, *range(32, 256, 32), *range(256, 512, 64))
@@ -35,23 +36,29 @@ class DecodeKind(NamedTuple):
 
     shares: it reads shared prefixes once
     has_adapters: it adds what the adapters of its rows add
+    guesses: it verifies guesses, for which it has so many places; 0: none
     """
 
     shares: bool = False
     has_adapters: bool = False
+    guesses: int = 0
 
 
 PLAIN = DecodeKind()
 
 
-def sizes_by_kind(max_num_seqs: int, may_share: bool, may_adapt: bool) -> dict[DecodeKind, list[int]]:
-    """Return the kinds of steps to capture, and the sizes of each."""
+def sizes_by_kind(
+    max_num_seqs: int, may_share: bool, may_adapt: bool, verifying: Sequence[VerifySize] = ()
+) -> dict[DecodeKind, list[int]]:
+    """Return the kinds of steps to capture, and the sizes of each; verifying: those of verifying steps."""
     sizes = graph_batch_sizes(max_num_seqs)
-    by_kind = {}
+    by_kind: dict[DecodeKind, list[int]] = {}
     for has_adapters in (False, True) if may_adapt else (False,):
         by_kind[DecodeKind(False, has_adapters)] = sizes
         if may_share:
             by_kind[DecodeKind(True, has_adapters)] = sharing_batch_sizes(sizes)
+        for rows, guesses in verifying:
+            by_kind.setdefault(DecodeKind(False, has_adapters, guesses), []).append(rows)
     return by_kind
 
 

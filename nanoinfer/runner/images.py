@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import ImageContext
+from nanoinfer.parallel.shares import deal
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.transfer import to_host, upload
 from nanoinfer.vision.kept import Kept
+from nanoinfer.vision.pixels import Pixels, count_embeddings
 from nanoinfer.vision.spans import Encoded, Tower
 
 # Of host memory: twice the embeddings of a step of 16,384 tokens of Qwen3-VL-8B, which are four for each token. They
@@ -22,9 +25,18 @@ KEPT_BYTES = 1 << 30
 class Images:
     """Every rank is told of the same images in the same order, so that all keep those of the same ones."""
 
-    def __init__(self, tower: Tower, device: torch.device, dtype: torch.dtype, kept_bytes: int = KEPT_BYTES) -> None:
-        """dtype: the decoder's."""
-        self._tower, self._device, self._dtype = tower, device, dtype
+    def __init__(
+        self,
+        tower: Tower,
+        tp: TensorParallel,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_size: int,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """dtype, hidden_size: the decoder's."""
+        self._tower, self._tp = tower, tp
+        self._device, self._dtype, self._hidden_size = device, dtype, hidden_size
         self._kept: Kept[Encoded] = Kept(kept_bytes)
         # Copies to host memory run beside the step: those of Qwen3-VL's embeddings would take 2% of the time.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -34,14 +46,29 @@ class Images:
         return key in self._kept
 
     def encode(self, new: NewImages) -> dict[bytes, Encoded]:
-        """Encode images, keep their embeddings, and return them on the tower's device."""
-        encoded = dict(zip(new, self._tower.encode(list(new.values())), strict=True))
+        """Encode images, keep their embeddings, and return them on the tower's device. All ranks call this together."""
+        pixels = list(new.values())
+        made = self._tower.encode(pixels) if self._tp.size == 1 or not new else self._encode_share(pixels)
+        encoded = dict(zip(new, made, strict=True))
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):  # None: as it is
             for key, own in encoded.items():
                 self._kept.keep(key, own.moved(self._to_host))
         return encoded
+
+    def _encode_share(self, pixels: list[Pixels]) -> list[Encoded]:
+        """Encode some of the images, while other ranks encode the others; returns those of all."""
+        counts = list(map(count_embeddings, pixels))
+        own = deal(counts, self._tp.size)[self._tp.rank]
+        made = self._tower.encode([pixels[index] for index in own])
+        shape = 1 + self._tower.num_deep, sum(counts), self._hidden_size
+        whole = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        images = whole.split(counts, dim=1)
+        for index, encoded in zip(own, made, strict=True):
+            images[index].copy_(torch.stack((encoded.embeddings, *encoded.deep)))
+        self._tp.all_reduce(whole)  # which is exact: of each number, all ranks but one have zero
+        return [Encoded(image[0], tuple(image[1:])) for image in images]
 
     def forget(self) -> None:
         """Keep nothing of what the tower has made: it changes."""

@@ -66,6 +66,17 @@ class LogitsMessage:
 
 
 @dataclass(slots=True)
+class DraftingMessage:
+    """What a joining sequence brings along where guesses are verified."""
+
+    token_ids: array[int]  # all tokens so far; the one that is sampled for it comes behind these
+    text: int  # the slot of its text
+    end: int  # it has at most so many tokens
+    group: int = -1  # whose members' texts may go on alike; -1: none
+    may_guess: bool = True
+
+
+@dataclass(slots=True)
 class JoinMessage:
     """A sequence whose prompt is complete: its first token is sampled, and it joins the rows."""
 
@@ -77,6 +88,7 @@ class JoinMessage:
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
     delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
+    drafting: DraftingMessage | None = None  # None: no guesses are verified
 
 
 @dataclass(slots=True)
@@ -90,6 +102,7 @@ class PrefillMessage:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
     transfers: Transfers | None = None
     images: NewImages | None = None  # None: no chunk has any
+    members: dict[int, list[int]] = field(default_factory=dict)  # of each group that has changed: its newest texts
 
     @property
     def num_tokens(self) -> int:
@@ -126,11 +139,12 @@ class DecodeMessage:
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
     transfers: Transfers | None = None
     has_adapters: bool = False  # whether some row has an adapter
+    guesses: int = 0  # places for guesses beside the rows' last tokens, see verify_sizes; 0: none are verified
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the step computes."""
-        return self.num_rows
+        """How many tokens the step computes, at most."""
+        return self.num_rows + self.guesses
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ from nanoinfer.runner.cuda_graphs import (
     graph_batch_sizes,
     sizes_by_kind,
 )
+from nanoinfer.runner.drafting.sizes import VerifySize, most_tokens, verify_sizes
+from nanoinfer.runner.drafting.timing import time_steps
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
@@ -43,15 +45,13 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import LONG_CHUNK, Trials, largest_image, peak_bytes
+from nanoinfer.runner.trials import LONG_CHUNK, Trials, check_attention, image_bytes, peak_bytes
 from nanoinfer.runner.voice import Voice
-from nanoinfer.vision.spans import Encoded
 
 log = logging.getLogger("nanoinfer")
 
 TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
 TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
-CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
@@ -60,6 +60,7 @@ class ModelRunner:
 
     steps: made anew when the KV cache gets another size; the first ones are only tried
     memory: how the device's memory is divided
+    verify_sizes: of steps that verify guesses; none if none do
     """
 
     holdings: Holdings
@@ -78,6 +79,8 @@ class ModelRunner:
         self.send = send
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
+        speculates = config.speculation is not None
+        self.verify_sizes = verify_sizes(config.max_num_seqs, config.max_guesses) if speculates else []
         self.graphs = None
         self.offload: Offload | None = None
         self.host_blocks: HostBlocks | None = None
@@ -98,7 +101,7 @@ class ModelRunner:
                 self._connect()
                 with torch.inference_mode():
                     self._choose_threads()
-                    self._size(self._measure(), self._measure_images())
+                    self._size(self._measure(), image_bytes(config, self.holdings.tower))
                     self._capture()
         except BaseException:
             self.close(failed=True)
@@ -111,38 +114,26 @@ class ModelRunner:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
-        most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
-        self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
+        most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+        self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
         self.holdings.weights.load(config, self._voice)
         if config.device == "cuda":
             read_triton().join()
-        shape = config.max_num_seqs, self.holdings.model.num_ids
+        shape = max(config.max_num_seqs, most_tokens(self.verify_sizes)), self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
         if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
-            sizes = graph_batch_sizes(config.max_num_seqs)
-            self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
+            sizes = {*graph_batch_sizes(config.max_num_seqs), *map(sum, self.verify_sizes)}
+            self.holdings.model.fix_order(sorted(sizes), config.max_num_batched_tokens)
             if self.holdings.adapters is not None:
                 self.holdings.adapters.fix_order()
-            self._check_attention()
-
-    def _check_attention(self) -> None:
-        """Let the backend compare bits, of random numbers in the shapes of this rank."""
-        assert isinstance(self.backend, InOrderBackend)
-        config, heads = self.config, self.config.description.num_heads // self.tp.size
-        generator = torch.Generator(self.device).manual_seed(0)
-        numbers = partial(torch.randn, generator=generator, device=self.device, dtype=config.torch_dtype)
-        for group in config.cache_layout.groups:
-            q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
-            kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
-            sinks = numbers(heads).float() if config.description.sinks else None
-            how = group.window, config.description.score_cap, sinks
-            self.backend.check(q, kv_cache.to(config.torch_cache_dtype), *how)
+            assert isinstance(self.backend, InOrderBackend)
+            check_attention(config, self.backend, self.tp.size, self.device)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
         config = self.config
         self.tp.connect(self._drop_graphs)
-        max_rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
+        max_rows = max(min(config.max_num_seqs, MAX_GRAPH_ROWS), most_tokens(self.verify_sizes))
         features = config.description.hidden_size
         if self.tp.keeps_order:  # then ranks gather the inputs of projections, too
             features = max(features, config.description.widest // self.tp.size)
@@ -159,12 +150,8 @@ class ModelRunner:
             return
         if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
             self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
-        if (
-            not config.description.generates
-            or not config.is_plain_cpu
-            or self.tp.size > 1
-            or torch.get_num_threads() == 1
-        ):
+        may_decode = self.tp.size == 1 and config.description.generates
+        if not (may_decode and config.is_plain_cpu) or torch.get_num_threads() == 1:
             return
         length = min(config.max_model_len, *(group.block_size for group in config.cache_layout.groups))
         most = max(TIMED_ROWS.values())
@@ -205,23 +192,8 @@ class ModelRunner:
 
     def _measure_decode(self, trials: Trials) -> tuple[int, int]:
         """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
-        rows, length, shares = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
-        largest = partial(self.steps.decode_rows, rows, length, shares)
-        most = max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
-        return most, self.steps.logits_processors.working_bytes
-
-    def _measure_images(self) -> int:
-        """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
-
-        Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
-        """
-        tower, config, encoded = self.holdings.tower, self.config, list[Encoded]()
-        if tower is None or config.device == "cpu":
-            return 0
-        image = largest_image(config)
-        peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
-        token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
-        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together
+        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in trials.largest_decodes(self.verify_sizes)]
+        return max(peaks), self.steps.logits_processors.working_bytes
 
     def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
@@ -232,7 +204,7 @@ class ModelRunner:
         if self.tp.size > 1 or not sizes:
             return
         prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
-        draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
+        draw = partial(self.steps.draw, self.logits[: self.config.max_num_seqs], self.steps.batch.positions)
         largest = sizes[PLAIN][-1], PLAIN
         steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]
         decode = [partial(self._try_decode, *step) for step in steps if step != largest]
@@ -251,9 +223,13 @@ class ModelRunner:
             with recording():
                 self._decode_rows(rows, kind)
 
-    def _decode_rows(self, rows: int, kind: DecodeKind) -> None:
-        """Run a decode step that any rows of this number may take."""
-        self.steps.decode_rows(rows, self.config.max_model_len, *kind)
+    def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
+        """Launch a decode step that any rows of this number may take, up to some length."""
+        longest = max_context_len or self.config.max_model_len
+        if kind.guesses:
+            self.steps.verify_rows(rows, kind.guesses, longest, kind.has_adapters)
+        else:
+            self.steps.decode_rows(rows, longest, kind.shares, kind.has_adapters)
 
     def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
@@ -282,12 +258,31 @@ class ModelRunner:
         config = self.config
         if config.enforce_eager or config.device == "cpu" or not config.description.generates:
             return {}
-        return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0)
+        return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0, self.verify_sizes)
 
     def _make_cache(self, num_blocks: int, num_slots: int = 1) -> None:
         self.holdings.make_cache(num_blocks, num_slots)
+        self.__dict__.pop("steps", None)  # their texts go first
         make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
+
+    @property
+    def text_slots(self) -> int:
+        """For how many texts there is room, in which guesses are found; 0 if none are verified."""
+        return 0 if self.steps.verifier is None else len(self.steps.verifier.texts.lengths)
+
+    @torch.inference_mode()
+    def time_steps(self) -> dict[VerifySize, float]:
+        """Return the seconds of decode steps, by rows and places for guesses; no request runs. Ranks agree on them."""
+
+        def run(rows: int, guesses: int) -> None:
+            with self.threads.of(rows + guesses):
+                self._run_decode(rows, DecodeKind(guesses=guesses))
+
+        def agree(seconds: float) -> float:
+            return self.tp.min(int(seconds * 1e9), self.device) / 1e9
+
+        return time_steps(self.config, self.steps, self.verify_sizes, run, agree)
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result.
@@ -336,12 +331,19 @@ class ModelRunner:
         return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:
-        num_rows, graphs, kind = message.num_rows, self.graphs, DecodeKind(message.shares, message.has_adapters)
-        if graphs is None or num_rows > graphs.largest:
-            self.steps.decode_rows(num_rows, message.max_context_len, *kind)
+        num_rows, kept = message.num_rows, None
+        kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
+        self._run_decode(num_rows, kind, message.max_context_len)
+        if kind.guesses and self.steps.verifier is not None:
+            kept = self.steps.verifier.kept[:num_rows]
+        return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows), kept)
+
+    def _run_decode(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
+        """Replay a decode step, or launch it if it was not captured."""
+        if self.graphs is None or rows > self.graphs.largest:
+            self._decode_rows(rows, kind, max_context_len)
         else:
-            graphs.replay(num_rows, kind)
-        return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows))
+            self.graphs.replay(rows, kind)
 
     def check_device(self) -> None:
         """Raise torch.AcceleratorError if a kernel has failed: a rank that waits for no results would not notice."""

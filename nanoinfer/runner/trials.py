@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
 from nanoinfer.kernels.adapters.pairs import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.pooling.read import Read
-from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
+from nanoinfer.runner.cuda_graphs import DecodeKind
+from nanoinfer.runner.drafting.sizes import VerifySize
+from nanoinfer.runner.message import ChunkMessage, DraftingMessage, JoinMessage, PrefillMessage
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
+from nanoinfer.vision.spans import Encoded
+from nanoinfer.vision.tower import TransformersTower
 
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
+CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 
 
 class Trials:
@@ -46,6 +53,26 @@ class Trials:
         """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""
         return [step for adapter in self.adapters for step in self._largest_prefills(adapter)]
 
+    def _join(self, chunk: int, length: int) -> JoinMessage:
+        """Let the prompt of a chunk join, whose text goes to the slot of the same number."""
+        drafting = None
+        if self._config.speculation is not None:
+            drafting = DraftingMessage(array("i", [0]) * length, chunk, self._config.max_model_len)
+        return JoinMessage(chunk, self._tables, 1.0, 0, drafting=drafting)
+
+    def largest_decodes(self, verifying: list[VerifySize]) -> list[tuple[int, DecodeKind]]:
+        """Return the rows and kinds of decode steps of which one takes the most memory.
+
+        verifying: the sizes of steps that verify guesses
+        """
+        config, steps = self._config, list[tuple[int, DecodeKind]]()
+        for adapter in self.adapters:
+            steps.append((config.max_num_seqs, DecodeKind(config.shares_prefixes, adapter >= 0)))
+            if verifying:
+                rows, guesses = max(verifying, key=sum)
+                steps.append((rows, DecodeKind(False, adapter >= 0, guesses)))
+        return steps
+
     def _largest_prefills(self, adapter: int) -> list[PrefillMessage]:
         config = self._config
         tokens, most = config.max_num_batched_tokens, config.max_model_len - 1
@@ -56,7 +83,7 @@ class Trials:
         chunks = [
             ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter, read=read) for length in lengths
         ]
-        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts * generates)]
+        joins = [self._join(chunk, length) for chunk, length in enumerate(lengths if generates else [])]
         steps = [PrefillMessage([], 0, chunks, joins)]
         length = min(tokens, most)
         may_attend = config.attention_backend == "triton" and not config.is_in_order
@@ -74,6 +101,33 @@ def largest_image(config: Config) -> Pixels:
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
     processor = VisionProcessor(config.model, config.hf_config, tokenizer, config.image_options)
     return dict(processor.images.largest().pixels)
+
+
+def image_bytes(config: Config, tower: TransformersTower | None) -> int:
+    """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
+
+    Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
+    """
+    encoded = list[Encoded]()
+    if tower is None or config.device == "cpu":
+        return 0
+    image = largest_image(config)
+    peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
+    token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
+    return peak + 2 * token_bytes * config.max_num_batched_tokens  # of all ranks' images, and of a step together
+
+
+def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, device: torch.device) -> None:
+    """Let the backend compare bits, of random numbers in the shapes of one of so many ranks."""
+    heads = config.description.num_heads // num_ranks
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
+    for group in config.cache_layout.groups:
+        q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
+        kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
+        sinks = numbers(heads).float() if config.description.sinks else None
+        how = group.window, config.description.score_cap, sinks
+        backend.check(q, kv_cache.to(config.torch_cache_dtype), *how)
 
 
 def peak_bytes(step: Callable[[], object]) -> int:

@@ -126,7 +126,8 @@ class ImageProcessor:
             self._of_sizes.keep(size, known)
         if isinstance(source, memoryview):
             source = bytes(source)  # which may be pickled
-        pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, Source(name, source, key), self.load)
+        own = Source(name, source, key)
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, known.count, own, self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:

@@ -13,6 +13,7 @@ PIXEL_VALUES = "pixel_values"  # the one input of a tower whose numbers depend o
 # Beside pixel values that are bytes: what to subtract and to divide by, for each of a tower's frames of an image, which
 # are equal, [2, channels, frames] float32
 SCALES = "scales"
+COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
 Pixels = Mapping[str, Tensor]
 
 
@@ -28,7 +29,7 @@ class PixelsOnDemand(Pixels):
     """Pixels that are made whenever they are read, so that a prompt that waits holds none.
 
     others: the inputs that are known by the image's size; num_bytes: what all take together
-    scales: as SCALES has them
+    scales, count: as SCALES and COUNT have them
     source: what is known of the image
     load: returns the pixel values of a source, in bytes; None: these were pickled, and who has them next sets it
     """
@@ -38,16 +39,18 @@ class PixelsOnDemand(Pixels):
         others: Pixels,
         num_bytes: int,
         scales: Tensor,
+        count: int,
         source: Source,
         load: Callable[[Source], Tensor] | None = None,
     ) -> None:
         self.num_bytes, self.load = num_bytes, load
-        self._others, self._scales, self._source = others, scales, source
+        self._others, self._scales, self._count, self._source = others, scales, count, source
 
     def in_bytes(self) -> Pixels:
         """Return the pixels with values that are still to be normalised: an eighth of Qwen's memory."""
         assert self.load is not None
-        return {PIXEL_VALUES: self.load(self._source), SCALES: self._scales, **self._others}
+        values, count = self.load(self._source), torch.tensor(self._count)
+        return {PIXEL_VALUES: values, SCALES: self._scales, COUNT: count, **self._others}
 
     def __getitem__(self, name: str) -> Tensor:
         return normalised(self.in_bytes()) if name == PIXEL_VALUES else self._others[name]
@@ -58,8 +61,8 @@ class PixelsOnDemand(Pixels):
     def __len__(self) -> int:
         return 1 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, Source]]:
-        return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._source)
+    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, Source]]:
+        return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._count, self._source)
 
 
 def normalised(pixels: Pixels) -> Tensor:
@@ -84,6 +87,11 @@ def count_values(pixels: Pixels) -> int:
     """Return how many pixel values there are once they are normalised."""
     frames = pixels[SCALES].shape[2] if SCALES in pixels else 1
     return frames * pixels[PIXEL_VALUES].numel()
+
+
+def count_embeddings(pixels: Pixels) -> int:
+    """Return how many embeddings are made of an image; pixels: in bytes"""
+    return int(pixels[COUNT])
 
 
 def bytes_of(pixels: Pixels) -> int:

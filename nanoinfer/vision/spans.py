@@ -90,7 +90,12 @@ class Encoded:
 
 
 class Tower(Protocol):
-    """Makes embeddings of images."""
+    """Makes embeddings of images.
+
+    num_deep: how many tensors Encoded.deep has
+    """
+
+    num_deep: int
 
     def encode(self, pixels: Sequence[Mapping[str, Tensor]]) -> list[Encoded]:
         """Return what the decoder gets for each image; pixels: as VisionPrompt has them, of any prompts."""

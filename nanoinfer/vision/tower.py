@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
-from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
+from nanoinfer.vision.pixels import COUNT, PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
 from nanoinfer.weights.sources import OfTower
@@ -36,6 +36,8 @@ class TransformersTower:
     memory: a context in which torch.empty makes the weights
     batch_bytes: so many bytes of pixels, in this dtype, are encoded at once, or one image if it alone has more
 
+    num_deep: see spans.Tower
+
     The weights hold any numbers until a source fills `table()`.
     """
 
@@ -48,6 +50,7 @@ class TransformersTower:
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.batch_bytes = batch_bytes
+        self.num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
         if device.type == "cuda":
@@ -80,7 +83,7 @@ class TransformersTower:
         batch: list[Pixels] = []
         room = self.batch_bytes
         for given in pixels:
-            image = dict(given)  # made now, if they are made on demand
+            image = {name: tensor for name, tensor in given.items() if name != COUNT}  # made now, if they are on demand
             size = self._share(image)
             if batch and size > room:
                 yield batch

@@ -8,12 +8,14 @@ from functools import partial
 from itertools import product
 
 import torch
+from guess_launches import draft_and_accept
 from torch import Tensor, empty
 
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, expand_triton, pieces_for, shrink
+from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
@@ -192,6 +194,15 @@ def decode(head_dim: int, rows: int, cache: torch.dtype, window: int | None, in_
         paged_decode_triton(q, keys, keys, tables, numbers(rows), 1.0, plan, kv_scales=scales)
 
 
+def verify(head_dim: int, rows: int, cache: torch.dtype, window: int | None, most: int) -> None:
+    """Attend from the rows' last tokens and their guesses."""
+    q, keys, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
+    scales, lens = empty(2) if cache == FP8 else None, numbers(len(q))
+    bundles = bundle(lens, numbers(rows), numbers(rows), most, queries_of_a_bundle(most, 32, keys))
+    plan = plan_decode(lens, keys, window=window, bundles=bundles)
+    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, kv_scales=scales)
+
+
 def prefill(head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
     q, keys, tables = paged(head_dim, 32, 8, 8 * length, cache)
     scales = empty(2) if cache == FP8 else None
@@ -259,7 +270,7 @@ def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
 def adapt_row(weigh: Callable[..., OneRowWeight], name: str, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
     of_row, activation = (
-        RowAdapter(pairs_of(name, rank, dtype), numbers(1)),
+        RowAdapter.of(pairs_of(name, rank, dtype), AdapterRows.of(numbers(1), 8)),
         "silu" if name == "gates and ups" else None,
     )
     x, norm = empty(1, inputs, dtype=dtype), norm_of(inputs, dtype)
@@ -338,6 +349,10 @@ def of_attention() -> Iterator[Launch]:
             often = size > 8 and (cache, window, in_order) == (BF16, None, False)
             named = f"{name} of {size}, {head_dim=}, {cache=}, {window=}, {in_order=}"
             yield Launch(named, partial(attend, head_dim, size, cache, window, in_order), often)
+    for head_dim, cache, window, most in product(HEADS, (BF16, FP8), (None, 1024), (4, 8)):
+        call = partial(verify, head_dim, 8, cache, window, most)
+        often = (head_dim, cache, window, most) == (128, BF16, None, 8)
+        yield Launch(f"{most} guesses, {head_dim=}, {cache=}, {window=}", call, often)
     for head_dim, cache in product(HEADS, (BF16, FP8)):
         named = f"keys, {head_dim=}, {cache=}"
         yield Launch(named, partial(store, head_dim, 300, cache), (head_dim, cache) == (128, FP8))
@@ -352,6 +367,8 @@ def of_the_rest() -> Iterator[Launch]:
         yield Launch(f"norms of {tokens} x {size} in {dtype}", call, size == 4096 and tokens == 300)
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
+    for rows, places in ((1, 8), (32, 160), (128, 64)):
+        yield Launch(f"guesses of {rows} rows", partial(draft_and_accept, rows, places), often=True)
 
 
 def of_adapters() -> Iterator[Launch]:

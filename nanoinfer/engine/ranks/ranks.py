@@ -80,8 +80,8 @@ class Ranks:
         # Ranks that have inboxes can read each other's memory.
         return SharedBuckets(send) if self.runner.tp.inbox is None else DeviceBuckets(send, self.runner.device)
 
-    def wait(self, tokens: PendingTokens) -> list[int]:
-        """Wait for a step's tokens."""
+    def wait(self, tokens: PendingTokens) -> list[Any]:
+        """Wait for a step's tokens: see PendingTokens.wait."""
         with self._one_fate():
             return tokens.wait(None if self._others is None else self._others.patience())
 

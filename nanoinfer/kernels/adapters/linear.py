@@ -1,6 +1,6 @@
 """Matrix products of rows that may have adapters: kernels.linear.dispatch's, and b a x added where it must be.
 
-A single row takes one launch more, before the product. More rows take two more, and an activation's launch fewer: one
+A single row takes no launch more. More rows take two more, and an activation's launch fewer: one
 that runs beside the product, or if that is cuBLAS's before it, and one behind it. A weight of any format keeps its own
 kernels.
 """
@@ -42,7 +42,7 @@ def adapted_linear(
     if before is not None:
         x = gate_mul(x, before)
     if (row_weight := _for_one_row(x, weight)) is not None:
-        return one_row_linear(x, row_weight, bias, activation, RowAdapter(pairs, rows.slots))
+        return one_row_linear(x, row_weight, bias, activation, RowAdapter.of(pairs, rows))
     if isinstance(weight, WeightInParts):
         zeros = x.new_zeros(len(x), sum(weight.sizes), dtype=torch.float32)
         added = expand_reference(shrink(x, pairs, rows), pairs, rows, zeros, cut=weight.sizes)
@@ -80,7 +80,7 @@ def adapted_norm_linear(
     pairs, rows: as for adapted_linear
     """
     if (row_weight := _for_one_row(x, weight)) is not None:
-        of_row = RowAdapter(pairs, rows.slots)
+        of_row = RowAdapter.of(pairs, rows)
         return one_row_norm_linear(x, residual, norm, row_weight, bias, activation, post, of_row=of_row)
     normed, total = add_and_norm(x, residual, norm, post)
     return adapted_linear(normed, weight, pairs, rows, bias, activation), total

@@ -1,130 +1,121 @@
-"""A single row's adapter, beside kernels.linear.one_row.
+"""A single row's adapter, inside kernels.linear.one_row's launch.
 
-The product's kernel adds b h itself. What is launched before it computes h, and lets it start at once: both read what
-no kernel of the step writes, while the kernel before them still runs.
+Every program of that kernel has the whole x. So the first programs compute h = a x, a column each, and publish it:
+the others find it where negative zeros were. A GPU starts programs in the order of their numbers, and those that
+publish do so before they wait for others. They are no more than there are multiprocessors, so all of them run.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.pairs import Pairs, part_of
-from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, part_of
+from nanoinfer.kernels.launch import num_multiprocessors
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
+from nanoinfer.kernels.ranks.send_receive import as_message, receive
 
 
 class RowAdapter(NamedTuple):
-    """The adapter of a single row. slot: [1] int32, -1 for none; complete three launches before the product's"""
+    """The adapter of a single row, for one launch.
+
+    slot: [1] int32, -1 for none; complete two launches before the product's
+    h: [parts * rank] of AdapterRows.blanks
+    """
 
     pairs: Pairs
     slot: Tensor
+    h: Tensor
 
+    @classmethod
+    def of(cls, pairs: Pairs, rows: AdapterRows) -> RowAdapter:
+        """Return the adapter of `rows`, which is one row."""
+        assert pairs.a.is_contiguous()
+        assert pairs.b.is_contiguous()
+        return cls(pairs, rows.slots, rows.blanks.take(pairs.a.shape[1]))
 
-def shrink_row(
-    x: Tensor, of_row: RowAdapter, residual: Tensor | None = None, norm: Norm | None = None, post: Norm | None = None
-) -> Tensor:
-    """Compute h = a[slot] @ rms_norm(total, norm) in one launch, [parts * rank] float32; any numbers without a slot.
+    def constants(self, programs: int, row: int, threads: int, per_load: int | None) -> dict[str, Any]:
+        """Return what the kernel is compiled for.
 
-    x, residual, norm, post: as for kernels.linear.dispatch.norm_linear, which explains total; x: [1, in_features]
-    """
-    a = of_row.pairs.a
-    assert a.is_contiguous()
-    columns, in_features = a.shape[1:]
-    h = torch.empty(columns, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(in_features)
-    _shrink_row_kernel[(columns,)](
-        x,
-        post.weight if post else None,
-        residual,
-        norm.weight if norm else None,
-        norm.stream_scale if norm else None,
-        a,
-        of_row.slot,
-        h,
-        in_features,
-        post.eps if post else None,
-        norm.eps if norm else None,
-        POST_PLUS_ONE=post is not None and post.plus_one,
-        PLUS_ONE=norm is not None and norm.plus_one,
-        BLOCK=block,
-        num_warps=norm_warps(block),
-        **early_launch(x),
-    )
-    return h
+        row: the numbers of a row of the weight in a tile, a power of 2; threads: of a program
+        per_load: the numbers of the weight that a thread loads at once; None: multiply_and_add cannot multiply them
+        """
+        columns, loads = len(self.h), row // per_load if per_load else 0
+        block = max(triton.next_power_of_2(columns), min(threads, loads))
+        return {
+            "PARTS": self.pairs.parts,
+            "RANK_OF_B": self.pairs.rank,
+            "PUBLISHERS": min(columns, programs, num_multiprocessors(self.h.device)) if self.h.is_cuda else 1,
+            "COLUMNS_BLOCK": block,
+            "PER_LOAD": per_load if block <= loads else None,
+        }
 
 
 @triton.jit
-def _shrink_row_kernel(
-    x_ptr,
-    post_weight_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    stream_scale_ptr,
-    a_ptr,
-    slot_ptr,
-    h_ptr,
-    in_features,
-    post_eps,
-    eps,
-    POST_PLUS_ONE: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    column, columns = tl.program_id(0), tl.num_programs(0)
-    k = tl.arange(0, BLOCK)
-    inside = k < in_features
-    start_successor(EARLY)
-    slot = load_complete(slot_ptr)
+def load_a(a_ptr, slot, column, columns, in_features, k):
+    """Load what makes a column of h, a row of a[slot]; zeros without a slot, or behind the last column."""
     row = tl.maximum(slot, 0).to(tl.int64) * columns + column
-    a = tl.load(a_ptr + row * in_features + k, mask=k < tl.where(slot >= 0, in_features, 0), other=0.0)
-    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
-    if slot >= 0:
-        x = tl.load(x_ptr + k, mask=inside, other=0.0)
-        if post_weight_ptr is not None:
-            x = norm_block(x, tl.load(post_weight_ptr + k, mask=inside), in_features, post_eps, POST_PLUS_ONE)
-        if residual_ptr is not None:
-            x += tl.load(residual_ptr + k, mask=inside, other=0.0)
-            if stream_scale_ptr is not None:
-                x *= tl.load(stream_scale_ptr)
-        if norm_weight_ptr is not None:
-            x = norm_block(x, tl.load(norm_weight_ptr + k, mask=inside, other=0.0), in_features, eps, PLUS_ONE)
-        tl.store(h_ptr + column, tl.sum(x.to(tl.float32) * a.to(tl.float32)))
+    has_any = (slot >= 0) & (column < columns)
+    return tl.load(a_ptr + row * in_features + k, mask=k < tl.where(has_any, in_features, 0), other=0.0)
 
 
 @triton.jit
-def load_b(b_ptr, slot, tile, weight_rows, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GATED: tl.constexpr):
-    """Load b[slot] for the rows that linear.one_row.load_tile loads, [BLOCK_N, next power of 2 of RANK]."""
-    n, r = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, triton.next_power_of_2(RANK))
-    mask = ((n < tl.where(slot >= 0, weight_rows, 0))[:, None]) & (r < RANK)[None, :]
-    if GATED:
-        n = gated_row(n, weight_rows)
-    row = slot.to(tl.int64) * weight_rows + n
-    return tl.load(b_ptr + row[:, None] * RANK + r[None, :], mask=mask, other=0.0)
+def publish_h(x, a, a_ptr, slot, h_ptr, program, columns, in_features, k, PUBLISHERS: tl.constexpr):
+    """Compute the columns of h that are a program's own; the first programs divide them.
+
+    a: of load_a, for column `program`
+    """
+    has_any = (slot >= 0) & (program < PUBLISHERS)
+    for column in range(program, tl.where(has_any, columns, 0), PUBLISHERS):
+        tl.store(h_ptr + column, as_message(tl.sum(x.to(tl.float32) * a.to(tl.float32))))
+        a = load_a(a_ptr, slot, column + PUBLISHERS, columns, in_features, k)
 
 
 @triton.jit
-def multiply_b(
-    b,
-    h_ptr,
+def receive_h(h_ptr, slot, columns, dtype: tl.constexpr, COLUMNS_BLOCK: tl.constexpr):
+    """Wait for h, and return it, rounded, [COLUMNS_BLOCK]; zeros without a slot."""
+    column = tl.arange(0, COLUMNS_BLOCK)
+    return receive(h_ptr + column, column < tl.where(slot >= 0, columns, 0), None, EMPTY=False).to(dtype)
+
+
+@triton.jit
+def load_b(
+    b_ptr,
     slot,
     tile,
     weight_rows,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
+    COLUMNS_BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Return load_b's rows times shrink_row's h, [BLOCK_N] float32."""
-    n, r = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, triton.next_power_of_2(RANK))
+    """Load b[slot] for the rows that linear.one_row.load_tile loads, [BLOCK_N, COLUMNS_BLOCK].
+
+    A row's numbers stand in the columns of h that are its part's. Elsewhere are zeros.
+    """
+    place = tl.arange(0, BLOCK_N * COLUMNS_BLOCK)  # of one dimension, so that Triton loads what multiply_and_add adds
+    n = tile * BLOCK_N + place // COLUMNS_BLOCK
+    exists = n < tl.where(slot >= 0, weight_rows, 0)
     if GATED:
         n = gated_row(n, weight_rows)
-    places = h_ptr + part_of(n, PARTS)[:, None] * RANK + r[None, :]
-    h = tl.load(places, mask=(r < tl.where(slot >= 0, RANK, 0))[None, :], other=0.0)
-    return tl.sum(b.to(tl.float32) * h.to(b.dtype).to(tl.float32), axis=1)
+    r = place % COLUMNS_BLOCK - part_of(n, PARTS) * RANK
+    own = exists & (r >= 0) & (r < RANK)
+    first = (slot.to(tl.int64) * weight_rows + n) * RANK
+    return tl.reshape(tl.load(b_ptr + first + tl.where(own, r, 0), mask=own, other=0.0), [BLOCK_N, COLUMNS_BLOCK])
+
+
+@triton.jit
+def multiply_and_add(tile, x, terms, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PER_LOAD: tl.constexpr):
+    """Return the products of a tile's rows with x, plus the sums of the rows of `terms`, [BLOCK_N] float32.
+
+    A thread adds up its own numbers, then a term. So the sum over threads, which takes longer, is one for both.
+    """
+    COLUMNS: tl.constexpr = terms.shape[1]
+    products = tl.reshape(
+        tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // COLUMNS // PER_LOAD, COLUMNS, PER_LOAD]
+    )
+    return tl.sum(tl.sum(tl.sum(products, axis=3), axis=1) + terms, axis=1)

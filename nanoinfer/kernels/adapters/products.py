@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, part_of
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, load_tile, outputs_of
 from nanoinfer.kernels.launch import (
     early_launch,
     fetch,
@@ -28,7 +28,7 @@ from nanoinfer.kernels.launch import (
     start_successor,
     wait_for_predecessor,
 )
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
+from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block, gate_mul_reference
 from nanoinfer.kernels.linear.one_wave import add_product
 
 MAX_PIECES = 8
@@ -37,7 +37,9 @@ MAX_BUSY = 1 / 4  # of the multiprocessors; if more have a tile, pieces are more
 MAX_COLUMNS = 64  # of h, in a tile
 BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
 BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
+WARPS, MAX_SPAN = 24, 8  # of expand, on a multiprocessor; and blocks in a row of a program (not measured)
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
+UNDER_WAY = 80 << 10  # bytes that a program of few rows loads ahead; two such fit on a multiprocessor (not measured)
 
 
 def shrink(x: Tensor, pairs: Pairs, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
@@ -54,7 +56,7 @@ def shrink(x: Tensor, pairs: Pairs, rows: AdapterRows, h: Tensor | None = None) 
 def shrink_reference(x: Tensor, pairs: Pairs, rows: AdapterRows) -> Tensor:
     """shrink in torch, of one piece: the host goes over the slots."""
     h = torch.zeros(1, len(x), pairs.a.shape[1], device=x.device)
-    for slot in _slots_of(rows):
+    for slot in rows.named():
         own = rows.slots == slot
         h[0, own] = (x[own] @ pairs.a[slot].t()).float()
     return h
@@ -82,7 +84,8 @@ def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = 
     is_beside, h = h is not None, pieces_for(x, pairs, rows) if h is None else h
     block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
     share, shares = _shares(x)
-    _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), len(h))](
+    stages = min(share // BLOCK_K, UNDER_WAY // ((rows.size + block_n) * BLOCK_K * 2)) + 1
+    _shrink_kernel[(triton.cdiv(columns, block_n), len(h), len(rows.groups.tiles))](  # empty tiles come last
         x,
         pairs.a,
         *rows.groups,
@@ -101,18 +104,10 @@ def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = 
         BLOCK_N=block_n,
         BLOCK_K=BLOCK_K * 2 // x.itemsize,
         num_warps=4 if rows.size == 16 or x.itemsize == 2 else 8,
-        num_stages=4 if rows.size == 16 else 3,
+        num_stages=3 if rows.size > 16 else min(stages, 4) if is_beside else stages,  # beside it is little room
         **early_launch(x),
     )
     return h
-
-
-@triton.jit
-def _load_tile(tiles_ptr, tile, slots):
-    """Return the matrix of a tile, or -1, and where the tile begins and ends."""
-    slot = load_complete(tiles_ptr + tile * 3)  # of `slots`, and of one more for none; then those of other experts
-    matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
-    return matrix, load_complete(tiles_ptr + tile * 3 + 1), load_complete(tiles_ptr + tile * 3 + 2)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "shares"])
@@ -140,8 +135,11 @@ def _shrink_kernel(
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    piece = tl.program_id(2)
-    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
+    piece = tl.program_id(1)
+    matrix, first, end = load_tile(tiles_ptr, tl.program_id(2), tl.num_programs(2), slots)
+    position = first + tl.arange(0, BLOCK_M)
+    exists = position < end
+    row = load_complete(choices_ptr + position, exists, 0)
     if BESIDE:
         start_successor(EARLY)
     else:
@@ -149,15 +147,12 @@ def _shrink_kernel(
             fetch_rows(a_ptr, matrix * columns + n, (matrix + 1) * columns, in_features, piece * share, FETCHED, EARLY)
         wait_for_predecessor(EARLY)
     if (first < end) & (matrix >= 0):
-        position = first + tl.arange(0, BLOCK_M)
-        exists = position < end
-        row = tl.load(choices_ptr + position, mask=exists, other=0)
         source = row // USED if USED else position
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
         a_ptrs = a_ptr + (matrix.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
         has_row, has_column = exists[:, None], (n < columns)[:, None]
         h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-        for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
+        for number in range(piece, shares, tl.num_programs(1)):  # its own, or all of them
             of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             for start in range(number * share, (number + 1) * share, BLOCK_K):
                 x_mask, a_mask = has_row, has_column
@@ -202,16 +197,12 @@ def expand_reference(
     inputs, sizes = h.sum(dim=0).to(pairs.b.dtype).split(pairs.rank, dim=1), cut or pairs.parts
     ends = list(accumulate(pairs.parts))
     own_inputs = [inputs[bisect(ends, first)] for first in accumulate(sizes[:-1], initial=0)]
-    for slot in _slots_of(rows):
+    for slot in rows.named():
         own = rows.slots == slot
         matrices = pairs.b[slot].split(list(sizes))
         delta = torch.cat([part[own] @ b.t() for part, b in zip(own_inputs, matrices, strict=True)], dim=1)
         y[own] = (y[own].float() + delta.float()).to(y.dtype)
     return y if activation is None else gate_mul_reference(y, activation)
-
-
-def _slots_of(rows: AdapterRows) -> list[int]:
-    return [slot for slot in rows.slots.unique().tolist() if slot >= 0]
 
 
 def expand_triton(
@@ -223,34 +214,56 @@ def expand_triton(
     assert pairs.b.is_contiguous()
     assert sum(pairs.parts) == weight_rows
     gated = activation is not None
+    if activation is not None and pairs.parts not in ((weight_rows,), (weight_rows // 2,) * 2):
+        return gate_mul(expand_triton(h, pairs, rows, y), activation)
     out_features = weight_rows // 2 if gated else weight_rows
     out = (pairs.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if pairs.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
-    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
+    block_n //= 2 if gated and rows.size > 16 else 1  # each block is two: one of gates and one of ups
+    parts = (out_features,) if gated else pairs.parts
+    blocks = sum(triton.cdiv(part, block_n) for part in parts)
+    num_warps = 4 if rows.size == 16 and not gated else 8
+    span, grid = _divide(blocks, rows, WARPS // num_warps * num_multiprocessors(h.device))
+    _expand_kernel[grid](
         h,
         pairs.b,
         *rows.groups,
         y,
         out,
         out_features,
+        tokens,
         h.shape[2],
-        h.stride(0),
         rows.max_adapters,
+        len(rows.groups.tiles),
+        blocks,
+        span,
         PIECES=len(h),
-        PARTS=pairs.parts,
+        PARTS=parts,
+        UP=(len(pairs.parts) - 1) * rank,
         ACTIVATION=activation,
         RANK=rank,
         BLOCK_R=math.gcd(rank, most),
         BLOCK_M=rows.size,
         BLOCK_N=block_n,
-        num_warps=4 if rows.size == 16 else 8,
+        num_warps=num_warps,
         num_stages=1,
         **early_launch(h),
     )
     return out
 
 
-@triton.jit(do_not_specialize=["piece_stride", "slots"])
+def _divide(blocks: int, rows: SortedRows, programs: int) -> tuple[int, tuple[int, int]]:
+    """Return how many blocks of outputs in a row a program computes for each of its tiles of rows, and the grid.
+
+    programs: that run at once; if there were more, the last ones would take as long again
+    The L1 cache keeps h from one block to the next. This counts as many tiles as the rows fill if they name one slot.
+    """
+    span = min(triton.cdiv(blocks * triton.cdiv(len(rows.groups.choices), rows.size), programs), MAX_SPAN)
+    spans = triton.cdiv(blocks, span)
+    return span, (spans, min(max(programs // spans, 1), len(rows.groups.tiles)))
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "tiles", "blocks", "span"])
 def _expand_kernel(
     h_ptr,
     b_ptr,
@@ -259,11 +272,15 @@ def _expand_kernel(
     y_ptr,
     out_ptr,
     out_features,
+    tokens,
     columns,
-    piece_stride,
     slots,
+    tiles,
+    blocks,
+    span,
     PIECES: tl.constexpr,
     PARTS: tl.constexpr,
+    UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -272,75 +289,100 @@ def _expand_kernel(
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
-    weight_rows = out_features * 2 if GATED else out_features
-    start = tl.program_id(0) * BLOCK_N
-    n = start + tl.arange(0, BLOCK_N)
-    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
-    if (first < end) & (matrix >= 0):
-        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
-        fetch(b_ptr + row_of_b * RANK, EARLY)
-        if GATED:
-            fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
-    wait_for_predecessor(EARLY)
     ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
-    if (first < end) & (ALL | (matrix >= 0)):
-        position = first + tl.arange(0, BLOCK_M)
-        exists = position < end
-        row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
-        mask = exists[:, None] & (n < out_features)[None, :]
-        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if y_ptr is not None:
-            y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
-            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        up = y
-        if GATED:
-            up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
-        if matrix >= 0:
-            h_ptrs = h_ptr + row * columns
-            b_ptr += matrix.to(tl.int64) * weight_rows * RANK
-            y += _multiply(
-                h_ptrs, exists, b_ptr, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
-            )
-            if GATED:
-                start += out_features
-                up += _multiply(
-                    h_ptrs, exists, b_ptr, start, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+    weight_rows = out_features * 2 if GATED else out_features
+    first_block, tile = tl.program_id(0) * span, tl.program_id(1)
+    matrix, first, end = load_tile(tiles_ptr, tile, tiles, slots)
+    if (first < end) & (matrix >= 0):
+        _, n, _ = outputs_of(first_block, PARTS, BLOCK_N)
+        _fetch_b(b_ptr, matrix, n, out_features, RANK, GATED, EARLY)
+    wait_for_predecessor(EARLY)
+    of_piece, r = tokens.to(tl.int64) * columns, tl.arange(0, BLOCK_R)
+    while first < end:
+        tile += tl.num_programs(1)
+        next_matrix, next_first, next_end = load_tile(tiles_ptr, tile, tiles, slots)
+        is_other = (next_first < next_end) & (next_matrix >= 0) & (next_matrix != matrix)
+        if ALL | (matrix >= 0):
+            position = first + tl.arange(0, BLOCK_M)
+            exists = (position < end)[:, None]
+            has_adapter = (position < tl.where(matrix >= 0, end, first))[:, None]
+            row = tl.load(choices_ptr + position, mask=position < end, other=0).to(tl.int64)[:, None]
+            h_ptrs = h_ptr + row * columns + r[None, :]
+            for block in tl.range(first_block, tl.minimum(first_block + span, blocks), disable_licm=True):
+                part, n, stop = outputs_of(block, PARTS, BLOCK_N)
+                mask = exists & (n < stop)[None, :]
+                # What is loaded behind the products would wait for them.
+                y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                if y_ptr is not None:
+                    y_ptrs = y_ptr + row * weight_rows + n[None, :]
+                    y = tl.load(y_ptrs, mask=mask, other=0.0)
+                if GATED:
+                    up = tl.load(y_ptrs + out_features, mask=mask, other=0.0)
+                if is_other:  # its own loads would wait until this block is stored
+                    _fetch_b(b_ptr, next_matrix, n, out_features, RANK, GATED, EARLY)
+                b_ptrs = b_ptr + (matrix.to(tl.int64) * weight_rows + n)[:, None] * RANK + r[None, :]
+                has_b = (n < tl.where(matrix >= 0, stop, 0))[:, None]
+                added, up_added = _multiply(
+                    h_ptrs + part * RANK,
+                    h_ptrs + UP,
+                    has_adapter,
+                    of_piece,
+                    b_ptrs,
+                    b_ptrs + out_features * RANK,
+                    has_b,
+                    PIECES,
+                    RANK,
+                    GATED,
                 )
-        out = y.to(out_ptr.dtype.element_ty)
-        if GATED:
-            out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
-        tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
+                # Of a sum, Triton makes a product that begins with y, but only where TOKENS_LEFT: these are other bits.
+                out = tl.fma(added, 1.0, y.to(tl.float32)).to(out_ptr.dtype.element_ty)
+                if GATED:
+                    up = tl.fma(up_added, 1.0, up.to(tl.float32)).to(out.dtype)
+                    out = gate_mul_block(out, up, ACTIVATION)
+                tl.store(out_ptr + row * out_features + n[None, :], out, mask=mask)
+        matrix, first, end = next_matrix, next_first, next_end
+
+
+@triton.jit
+def _fetch_b(b_ptr, matrix, n, out_features, RANK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):
+    """Let the L2 cache fetch the rows n of a matrix, and if GATED those of the ups."""
+    weight_rows = out_features * 2 if GATED else out_features
+    row = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+    fetch(b_ptr + row * RANK, EARLY)
+    if GATED:
+        fetch(b_ptr + (row + out_features) * RANK, EARLY)
 
 
 @triton.jit
 def _multiply(
     h_ptrs,
-    exists,
-    b_ptr,
-    start,
-    stop,
-    piece_stride,
+    up_h_ptrs,
+    has_h,
+    of_piece,
+    b_ptrs,
+    up_b_ptrs,
+    has_b,
     PIECES: tl.constexpr,
-    PARTS: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [rows, BLOCK_N]."""
-    BLOCK_M: tl.constexpr = exists.shape[0]
+    """Return b h of each row and output, [rows, outputs], and if GATED that of the ups; pieces are of_piece apart."""
+    BLOCK_M: tl.constexpr = h_ptrs.shape[0]
+    BLOCK_R: tl.constexpr = h_ptrs.shape[1]
+    BLOCK_N: tl.constexpr = b_ptrs.shape[0]
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
-    n = start + tl.arange(0, BLOCK_N)
-    part_of_n = part_of(n, PARTS)
-    acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-    # Outputs of one tile are mostly of one part.
-    for part in range(part_of(start, PARTS), part_of(tl.minimum(start + BLOCK_N, stop) - 1, PARTS) + 1):
-        is_own = ((part_of_n == part) & (n < stop))[:, None]
-        for first in tl.static_range(0, RANK, BLOCK_R):
-            r = first + tl.arange(0, BLOCK_R)
-            h = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            for piece in tl.static_range(PIECES):
-                places = h_ptrs + piece * piece_stride.to(tl.int64) + part * RANK
-                h += tl.load(places[:, None] + r[None, :], mask=exists[:, None], other=0.0)
-            b = tl.load(b_ptr + n.to(tl.int64)[:, None] * RANK + r[None, :], mask=is_own, other=0.0)
-            acc = add_product(acc, h.to(b.dtype), b, TOKENS_LEFT)
-    return acc if TOKENS_LEFT else tl.trans(acc)
+    out = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    up = out
+    for first in tl.static_range(0, RANK, BLOCK_R):
+        h = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        up_h = h
+        for piece in tl.static_range(PIECES):
+            h += tl.load(h_ptrs + first + piece * of_piece, mask=has_h, other=0.0)
+            if GATED:
+                up_h += tl.load(up_h_ptrs + first + piece * of_piece, mask=has_h, other=0.0)
+        b = tl.load(b_ptrs + first, mask=has_b, other=0.0)
+        if GATED:
+            up_b = tl.load(up_b_ptrs + first, mask=has_b, other=0.0)
+            up = add_product(up, up_h.to(b.dtype), up_b, TOKENS_LEFT)
+        out = add_product(out, h.to(b.dtype), b, TOKENS_LEFT)
+    return (out, up) if TOKENS_LEFT else (tl.trans(out), tl.trans(up))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.bundles import Bundles
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import (
@@ -25,6 +26,8 @@ MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
 MANY_ROWS = 512
+# What a row's workers leave to the last of them grows with the queries of a bundle (calculated for an H100).
+LEAST_WORKERS, PROGRAMS_OF_A_BUNDLE = 8, 64
 
 
 class Programs(NamedTuple):
@@ -59,6 +62,7 @@ class DecodePlan:
     arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
     own_starts: those of the prefixes that plan_decode got
     programs: how the workers run
+    bundles: given if each row of the plan is a bundle
     """
 
     shares: Tensor
@@ -67,6 +71,7 @@ class DecodePlan:
     own_starts: Tensor | None
     window: int | None
     programs: Programs
+    bundles: Bundles | None = None
 
 
 def plan_decode(
@@ -76,6 +81,7 @@ def plan_decode(
     window: int | None = None,
     prefixes: SharedPrefixes | None = None,
     programs: Programs | None = None,
+    bundles: Bundles | None = None,
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
 
@@ -84,13 +90,20 @@ def plan_decode(
     window: how many tokens a query sees, the last of its context; None: all
     prefixes: what the rows read together, if there is no window; None: nothing
     programs: None: choose_programs' own
+    bundles: of the step's tokens, whose contexts are divided in place of the tokens' own, if there are no prefixes
     """
     assert window is None or prefixes is None
+    queries = 1
+    if bundles is not None:
+        assert prefixes is None
+        context_lens, queries = bundles.context_lens, bundles.queries
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
-    programs = programs or choose_programs(rows, k_cache)
+    programs = programs or choose_programs(rows, k_cache, bundles is not None)
     if workers is None:
         workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
+        if bundles is not None:
+            workers = min(workers, rows * max(LEAST_WORKERS, PROGRAMS_OF_A_BUNDLE // kv_heads))
     plan = DecodePlan(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(3, dtype=torch.int32, device=device),
@@ -98,6 +111,7 @@ def plan_decode(
         None if prefixes is None else prefixes.own_starts,
         window,
         programs,
+        bundles,
     )
     # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
     block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
@@ -114,7 +128,7 @@ def plan_decode(
         workers,
         plan.arrivals.numel(),
         SHARES=prefixes is not None,
-        WINDOW=window or 0,
+        WINDOW=window + queries - 1 if window else 0,  # that of the last query begins later than that of the first
         TILE=programs.tile,
         BLOCK_R=block_r,
         BLOCK_W=block_w,
@@ -124,17 +138,20 @@ def plan_decode(
     return plan
 
 
-def choose_programs(rows: int, k_cache: Tensor) -> Programs:
-    """Return the programs that are the fastest on an H200; k_cache: as for plan_decode."""
+def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Programs:
+    """Return the programs that are the fastest on an H200; k_cache: as for plan_decode.
+
+    are_bundles: the rows are bundles, whose scores would lack registers in larger tiles
+    """
     _, block_size, kv_heads, head_dim = k_cache.shape
-    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS
-    if k_cache.dtype == FP8 and block_d <= 128:
+    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS or are_bundles
+    if k_cache.dtype == FP8 and block_d <= 128 and not are_bundles:
         # Other programs compute while one converts numbers. But where more than two share a row's keys, combining their
         # results costs more.
         many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4, registers=128)
         if many.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
             return many
-    token_bytes = block_d * k_cache.itemsize  # of keys, and as many of values
+    token_bytes = block_d * (max(2, k_cache.itemsize) if are_bundles else k_cache.itemsize)  # of keys; values as many
     if block_d > 256:  # four warps would lack registers for the results
         large = math.gcd(block_size, 64)
         if 2 * large * token_bytes + RESERVED_BYTES <= shared_memory(k_cache.device):

@@ -84,27 +84,32 @@ def paged_decode_triton(
 ) -> Tensor:
     """paged_decode_reference with the plan's window, as one launch, or as two that follow attend_to_prefixes.
 
-    plan: from plan_decode of the same context_lens
+    plan: from plan_decode of the same context_lens; if it has bundles, queries in none of them get no output
     shared: what attend_to_prefixes, the launch just before, makes of the tokens that come before the plan's own_starts;
         None: the plan has no own_starts
     """
     assert (shared is None) == (plan.own_starts is None)
+    bundles = plan.bundles
+    assert bundles is None or shared is None
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
+    lanes = group if bundles is None else group * bundles.queries
     factor, cap = in_log2(scale, softcap)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
     out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
-    partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((kv_heads, workers, 2, group), dtype=torch.float32, device=q.device)
+    partial = torch.empty((kv_heads, workers, 2, lanes, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((kv_heads, workers, 2, lanes), dtype=torch.float32, device=q.device)
     grid = (workers, kv_heads) if shared is None else (kv_heads, workers)  # so that late workers come last
     _paged_decode_kernel[grid](
         q,
         k_cache,
         v_cache,
         block_tables,
-        context_lens,
+        context_lens if bundles is None else bundles.context_lens,
+        None if bundles is None else bundles.tokens,
+        None if bundles is None else context_lens,
         plan.own_starts,
         plan.shares,
         plan.share_tiles,
@@ -121,6 +126,7 @@ def paged_decode_triton(
         SHARES=shared is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
+        QUERIES=1 if bundles is None else bundles.queries,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
@@ -129,7 +135,7 @@ def paged_decode_triton(
         IN_FP8=k_cache.dtype == FP8,
         ON_GPU=q.is_cuda,
         TILE=plan.programs.tile,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=max(16, triton.next_power_of_2(lanes)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
@@ -149,6 +155,8 @@ def _paged_decode_kernel(
     v_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    tokens_ptr,
+    query_lens_ptr,
     own_starts_ptr,
     shares_ptr,
     share_tiles_ptr,
@@ -165,6 +173,7 @@ def _paged_decode_kernel(
     SHARES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -189,6 +198,8 @@ def _paged_decode_kernel(
     share = load_complete(share_tiles_ptr)
     late_share, first_late = load_complete(share_tiles_ptr + 1), load_complete(share_tiles_ptr + 2)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
+    if QUERIES > 1:  # the rows are bundles; a lane of the program has one head of one query
+        token, query_len = _load_queries(tokens_ptr, query_lens_ptr, first_row, num_tiles > 0, GROUP, QUERIES, BLOCK_G)
     # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and uses nothing
     # that is written here: so this kernel does all of its work meanwhile. Its plain loads find nothing older in the L1
     # cache: the step has written the block tables before all layers, and nobody has read the newest keys.
@@ -203,7 +214,7 @@ def _paged_decode_kernel(
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_D // 2)
-    head = kv_head * GROUP + g
+    head = kv_head * GROUP + (g % GROUP if QUERIES > 1 else g)
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
 
     left = num_tiles
@@ -214,13 +225,21 @@ def _paged_decode_kernel(
             skipped = load_complete(own_starts_ptr + row) // TILE
             row_tiles -= skipped
         if WINDOW > 0:
-            first_key = tl.maximum(context_len - WINDOW, 0)
+            first_key = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0)
             skipped = first_key // TILE
             row_tiles -= skipped
         end_tile = tl.minimum(row_tiles, tile + left)
-        q_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+        if QUERIES > 1:
+            table_row = tl.maximum(tl.max(token, axis=0), 0)
+            q_mask = (token >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+            q_ptrs = q_ptr + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+            if WINDOW > 0:
+                first_key = tl.maximum(tl.min(tl.where(token >= 0, query_len, context_len), axis=0) - WINDOW, 0)
+        else:
+            table_row, token = row, row
+            q_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
         q = load_complete(q_ptrs, q_mask, 0.0) if SHARES else tl.load(q_ptrs, mask=q_mask, other=0.0)
-        table = block_tables_ptr + row * table_stride
+        table = block_tables_ptr + table_row * table_stride
         row_factor = factor
         if IN_FP8 and q.dtype == tl.bfloat16:
             # A GPU converts FP8 to float16 twice as fast as to bfloat16; float16 holds queries of at most 1 well.
@@ -231,7 +250,7 @@ def _paged_decode_kernel(
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         if SINKS:  # the program that begins the row counts them
-            has_sink = g < tl.where(tile == 0, GROUP, 0)
+            has_sink = tl.where(tile == 0, token, -1) >= 0 if QUERIES > 1 else g < tl.where(tile == 0, GROUP, 0)
             top = load_sinks(sinks_ptr, head, has_sink)
             total = has_sink.to(tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
@@ -251,7 +270,13 @@ def _paged_decode_kernel(
             else:
                 v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
             scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), row_factor, CAP)
-            scores = tl.where(seen[None, :], scores, -1e30)
+            if QUERIES > 1:
+                sees = start + n[None, :] < query_len[:, None]
+                if WINDOW > 0:
+                    sees &= start + n[None, :] >= query_len[:, None] - WINDOW
+                scores = tl.where(sees, scores, -1e30)
+            else:
+                scores = tl.where(seen[None, :], scores, -1e30)
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_top[:, None])
             rescale = tl.exp2(top - new_top)
@@ -264,7 +289,9 @@ def _paged_decode_kernel(
             acc = tl.interleave(acc, acc2) * v_scale
         acc = acc / tl.maximum(total, 1e-30)[:, None]
 
-        first_head = (row * KV_HEADS + kv_head) * GROUP
+        first_head = (token * KV_HEADS + kv_head) * GROUP
+        if QUERIES > 1:
+            first_head -= g // GROUP * GROUP  # lane g has head g % GROUP
         if (tile == 0) & (end_tile == row_tiles):
             target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -273,9 +300,10 @@ def _paged_decode_kernel(
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
             place = (kv_head * workers + worker) * 2 + (tile == 0)
-            partial = partial_ptr + place * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
+            partial = partial_ptr + place * (QUERIES * GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
             tl.store(partial, acc, mask=q_mask)
-            tl.store(lse_ptr + place * GROUP + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
+            is_query = token >= 0 if QUERIES > 1 else g < GROUP
+            tl.store(lse_ptr + place * (QUERIES * GROUP) + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
             row_begin = begin_of(worker, share, late_share, first_late, SHARES) + (num_tiles - left) - tile
             first_worker = worker_of(row_begin, share, late_share, first_late, SHARES)
             last_worker = worker_of(row_begin + row_tiles - 1, share, late_share, first_late, SHARES)
@@ -292,17 +320,33 @@ def _paged_decode_kernel(
                     first_head,
                     kv_head * workers + first_worker,
                     num_partials,
+                    token,
                     SHARES,
                     GROUP,
+                    QUERIES,
                     HEAD_DIM,
                 )
         left -= end_tile - tile
         tile = 0
+        if QUERIES > 1:
+            token, query_len = _load_queries(
+                tokens_ptr, query_lens_ptr, row + 1, row < last_row, GROUP, QUERIES, BLOCK_G
+            )
         next_len = context_lens_ptr + row + 1
         context_len = load_complete(next_len, row < last_row, 0) if SHARES else tl.load(next_len, row < last_row, 0)
     if SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     start_successor(EARLY)  # not earlier: the successor would only take up room
+
+
+@triton.jit
+def _load_queries(
+    tokens_ptr, query_lens_ptr, bundle, mask, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """Return which token the query of each lane is of, -1 where there is none, and how many keys it sees."""
+    g = tl.arange(0, BLOCK_G)
+    token = load_complete(tokens_ptr + bundle * QUERIES + g // GROUP, g < tl.where(mask, GROUP * QUERIES, 0), -1)
+    return token, load_complete(query_lens_ptr + token, token >= 0, 0)
 
 
 @triton.jit
@@ -314,22 +358,27 @@ def _combine_partials(
     first_head,
     first_worker,
     num_partials,
+    token,
     SHARES: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
-    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_G: tl.constexpr = token.shape[0] if QUERIES > 1 else triton.next_power_of_2(GROUP)
+    AT_ONCE: tl.constexpr = COMBINED_AT_ONCE if BLOCK_G * HEAD_DIM <= 4096 or QUERIES == 1 else 2
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     has_d = (d < HEAD_DIM)[None, :]
     top = tl.full([BLOCK_G], -1e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, triton.next_power_of_2(HEAD_DIM)], tl.float32)
-    for start in range(0, num_partials, COMBINED_AT_ONCE):
-        for offset in tl.static_range(COMBINED_AT_ONCE):
+    for start in range(0, num_partials, AT_ONCE):
+        for offset in tl.static_range(AT_ONCE):
             i = start + offset
             is_head = g < tl.where(i < num_partials, GROUP, 0)
-            place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * GROUP + g
+            if QUERIES > 1:
+                is_head = tl.where(i < num_partials, token, -1) >= 0
+            place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * (QUERIES * GROUP) + g
             # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
             lse = tl.load(lse_ptr + place, mask=is_head, other=-1e30, cache_modifier=".cg")
             numbers = partial_ptr + place[:, None] * HEAD_DIM + d[None, :]
@@ -339,7 +388,8 @@ def _combine_partials(
             total = total * rescale + weight
             acc = acc * rescale[:, None] + partial * weight[:, None]
             top = new_top
+    is_query = token >= 0 if QUERIES > 1 else g < GROUP
     target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & has_d)
+    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None] & has_d)
     if SHARES:
         tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)

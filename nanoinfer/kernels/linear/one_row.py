@@ -2,7 +2,7 @@
 
 A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
 the whole input for itself, while its first loads of the weight are on their way. For the same reason each program adds
-up the ranks' parts of the input for itself. A row's adapter takes a launch before.
+up the ranks' parts of the input for itself. A row's adapter takes no launch either: see kernels.adapters.one_row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.one_row import RowAdapter, load_b, multiply_b, shrink_row
+from nanoinfer.kernels.adapters.one_row import RowAdapter, load_a, load_b, multiply_and_add, publish_h, receive_h
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, fetch_rows, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
@@ -28,6 +28,7 @@ OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
 REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
+LOAD = 16  # bytes that a thread loads at once
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
@@ -45,7 +46,7 @@ def one_row_linear(
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch.
 
-    of_row: the row's adapter, which is added before the activation and takes a second launch
+    of_row: the row's adapter, which is added before the activation
     """
     return _launch(x, weight, bias, activation, of_row=of_row)
 
@@ -85,7 +86,6 @@ def _launch(
     of_row: RowAdapter | None = None,
 ) -> Tensor:
     assert of_row is None or lane is None
-    h = None if of_row is None else shrink_row(x, of_row, residual, norm, post)
     ranks = len(lane.inboxes) if lane else 1
     of_groups = weight if isinstance(weight, GroupWeight) else None
     numbers, scales, (height, width) = (
@@ -100,8 +100,9 @@ def _launch(
     block_n, per_multiprocessor, warps = (
         choose_group_programs(block_k, of_groups) if of_groups else choose_programs(block_k, scales is not None)
     )
-    programs = per_multiprocessor * num_multiprocessors(x.device)
-    _one_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs),)](
+    programs = min(triton.cdiv(weight_rows, block_n), per_multiprocessor * num_multiprocessors(x.device))
+    per_load = LOAD // numbers.itemsize if isinstance(weight, Tensor) else None
+    _one_row_kernel[(programs,)](
         x,
         post.weight if post else None,
         residual,
@@ -118,8 +119,9 @@ def _launch(
         lane.inboxes if lane else None,
         lane.stale if lane else None,
         lane.stop if lane else None,
+        of_row.pairs.a if of_row else None,
         of_row.pairs.b if of_row else None,
-        h,
+        of_row.h if of_row else None,
         of_row.slot if of_row else None,
         in_features,
         weight_rows,
@@ -138,8 +140,6 @@ def _launch(
         PLUS_ONE=norm is not None and norm.plus_one,
         KEEP=normed is not None,
         BIAS=bias is not None,
-        PARTS=of_row.pairs.parts if of_row else None,
-        RANK_OF_B=of_row.pairs.rank if of_row else None,
         ACTIVATION=activation,
         HEIGHT=height,
         WIDTH=width,
@@ -150,6 +150,7 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
+        **(of_row.constants(programs, block_k, 32 * warps, per_load) if of_row else {}),
         # With an adapter, programs take more registers than those without, which all run at once.
         maxnreg=REGISTERS // (per_multiprocessor * warps)
         if of_row and scales is None and dtype.itemsize == 2
@@ -193,6 +194,7 @@ def _one_row_kernel(
     inboxes_ptr,
     stale_ptr,
     stop_ptr,
+    a_ptr,
     b_ptr,
     h_ptr,
     slot_ptr,
@@ -216,8 +218,6 @@ def _one_row_kernel(
     PLUS_ONE: tl.constexpr,
     KEEP: tl.constexpr,
     BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK_OF_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -228,6 +228,11 @@ def _one_row_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
+    PARTS: tl.constexpr = None,
+    RANK_OF_B: tl.constexpr = None,
+    PUBLISHERS: tl.constexpr = None,
+    COLUMNS_BLOCK: tl.constexpr = None,
+    PER_LOAD: tl.constexpr = None,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     IN_FP8: tl.constexpr = HEIGHT is not None
@@ -244,32 +249,39 @@ def _one_row_kernel(
     word, row_words = tl.arange(0, BLOCK_K // PER_WORD), in_features // PER_WORD
     if IN_GROUPS:
         row_words = tl.multiple_of(row_words, 4)
-    tile = load_tile(weight_ptr, program, word, row_words, weight_rows, BLOCK_N, GATED)
+    ADAPTED: tl.constexpr = b_ptr is not None
+    first = program
+    if ADAPTED:
+        first = programs - 1 - program  # so that those with the fewest tiles compute h
+    tile = load_tile(weight_ptr, first, word, row_words, weight_rows, BLOCK_N, GATED)
     scales = None
     if IN_FP8:
-        scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
+        scales = load_scales(scales_ptr, first, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
     if IN_GROUPS:
         GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
         groups = in_features // GROUP
         scales = load_of_groups(
-            scales_ptr, scales_row, scales_group, program, groups, weight_rows, BLOCK_N, GROUPS, GATED
+            scales_ptr, scales_row, scales_group, first, groups, weight_rows, BLOCK_N, GROUPS, GATED
         )
         zeros = None
         if ZEROS:
             zeros = load_of_groups(
-                zeros_ptr, zeros_row, zeros_group, program, groups, weight_rows, BLOCK_N, GROUPS, GATED
+                zeros_ptr, zeros_row, zeros_group, first, groups, weight_rows, BLOCK_N, GROUPS, GATED
             )
     if BIAS:
-        bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
+        bias = load_bias(bias_ptr, first, weight_rows, BLOCK_N, GATED)
     if POST:
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
-    ADAPTED: tl.constexpr = b_ptr is not None
     if ADAPTED:
-        slot = load_complete(slot_ptr)
-        b = load_b(b_ptr, slot, program, weight_rows, BLOCK_N, RANK_OF_B, GATED)
+        slot, columns = load_complete(slot_ptr), len(PARTS) * RANK_OF_B
+        a = load_a(a_ptr, slot, program, columns, in_features, k)
+        b = load_b(b_ptr, slot, first, weight_rows, BLOCK_N, PARTS, RANK_OF_B, COLUMNS_BLOCK, GATED)
     wait_for_predecessor(EARLY)
+    if ADAPTED:
+        # The memory stays busy while programs wait for h.
+        fetch_tile(weight_ptr, first + programs, row_words, weight_rows, BLOCK_N, BLOCK_K // PER_WORD, GATED, EARLY)
 
     x = tl.load(x_ptr + k, mask=inside, other=0.0)
     if RANKS > 1:
@@ -288,14 +300,20 @@ def _one_row_kernel(
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     if KEEP:
         tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    if ADAPTED:
+        publish_h(x, a, a_ptr, slot, h_ptr, program, columns, in_features, k, PUBLISHERS)
     if IN_GROUPS:
         places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
     else:
         x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
 
-    for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
+    if ADAPTED:
+        h = receive_h(h_ptr, slot, columns, b.dtype, COLUMNS_BLOCK).to(tl.float32)
+    for start in range(first * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         following = load_tile(weight_ptr, next_tile, word, row_words, weight_rows, BLOCK_N, GATED)
+        if ADAPTED:
+            of_adapter = b.to(tl.float32) * h[None, :]
         if IN_GROUPS:
             dots = multiply_words(
                 tile, places, sums, scales, zeros, NUMBERS, BLOCK_N, GROUPS, GROUP == 2 * PER_WORD, NATIVE
@@ -309,6 +327,8 @@ def _one_row_kernel(
                 )
             if factors_ptr is not None:
                 dots *= load_bias(factors_ptr, start // BLOCK_N, weight_rows, BLOCK_N, GATED)
+        elif PER_LOAD is not None:
+            dots = multiply_and_add(tile, x, of_adapter, BLOCK_N, BLOCK_K, PER_LOAD)
         else:
             dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
@@ -319,9 +339,9 @@ def _one_row_kernel(
             dots += bias
             bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
         if ADAPTED:
-            at = start // BLOCK_N
-            dots += multiply_b(b, h_ptr, slot, at, weight_rows, BLOCK_N, PARTS, RANK_OF_B, GATED)
-            b = load_b(b_ptr, slot, next_tile, weight_rows, BLOCK_N, RANK_OF_B, GATED)
+            if PER_LOAD is None:
+                dots += tl.sum(of_adapter, axis=1)
+            b = load_b(b_ptr, slot, next_tile, weight_rows, BLOCK_N, PARTS, RANK_OF_B, COLUMNS_BLOCK, GATED)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -334,6 +354,24 @@ def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constex
     if GATED:
         n = gated_row(n, weight_rows)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def fetch_tile(
+    weight_ptr,
+    tile,
+    in_features,
+    weight_rows,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Let the L2 cache fetch what load_tile loads."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        n = gated_row(n, weight_rows)
+    fetch_rows(weight_ptr, n, weight_rows, in_features, 0, BLOCK_K, EARLY)
 
 
 @triton.jit

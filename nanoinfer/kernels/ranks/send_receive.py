@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # float32's, as an int32; Triton 3.6 treats -0.0 as 0.0
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then a program is one thread
 LOOKS = tl.constexpr(1024)  # at the inbox, before one look at `stop`
 
 
@@ -38,9 +39,15 @@ def inbox_of(inboxes_ptr, rank, dtype: tl.constexpr):
 
 @triton.jit
 def send(inboxes_ptr, rank, place, x, mask):
-    """Write x to `place`, offsets in a rank's inbox; replace negative zeros by zeros."""
+    """Write x to `place`, offsets in a rank's inbox."""
     inbox = inbox_of(inboxes_ptr, rank, tl.pointer_type(x.dtype))
-    tl.store(inbox + place, tl.where(_is_empty(x), 0.0, x), mask=mask)
+    tl.store(inbox + place, as_message(x), mask=mask)
+
+
+@triton.jit
+def as_message(x):
+    """Replace negative zeros by zeros."""
+    return tl.where(_is_empty(x), 0.0, x)
 
 
 @triton.jit
@@ -92,19 +99,28 @@ def empty(ptrs, mask):
 
 @triton.jit
 def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
-    """Wait until another rank's message is at ptrs; return it, and if EMPTY leave the place empty.
+    """Wait until another rank's, or program's, message is at ptrs; return it, and if EMPTY leave the place empty.
 
-    stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined
+    stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined; None: one will
     """
-    x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
+    # With fewer places than threads, several threads would load one, and only one of these would say whether it waits.
+    COPIES: tl.constexpr = 1 if INTERPRETED else max(tl.extra.cuda.num_threads() // ptrs.numel, 1)
+    own_ptrs, own_mask = ptrs, mask
+    if COPIES > 1:
+        own_ptrs = tl.broadcast_to(tl.reshape(ptrs, [1, ptrs.numel]), [COPIES, ptrs.numel])
+        own_mask = tl.broadcast_to(tl.reshape(mask, [1, ptrs.numel]), [COPIES, ptrs.numel])
+    x = tl.load(own_ptrs, mask=own_mask, other=0.0, volatile=True)
     waiting = tl.max(_is_empty(x).to(tl.int32))
     looks = 1
     while waiting != 0:
-        x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
+        x = tl.load(own_ptrs, mask=own_mask, other=0.0, volatile=True)
         waiting = tl.max(_is_empty(x).to(tl.int32))
-        looks += 1
-        if looks % LOOKS == 0:
-            waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
+        if stop_ptr is not None:
+            looks += 1
+            if looks % LOOKS == 0:
+                waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
+    if COPIES > 1:
+        x = tl.reshape(tl.max(x, axis=0).to(x.dtype), ptrs.shape)
     if EMPTY:
         tl.debug_barrier()  # several threads may look at one place: none may empty it before all have seen the message
         empty(ptrs, mask)

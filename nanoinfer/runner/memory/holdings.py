@@ -93,7 +93,7 @@ class Holdings:
         memory = None if self._lender is None else self._lender.for_weights()
         tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory)
         self.model_bytes += tower.num_bytes
-        self.images = Images(tower, self._device, config.torch_dtype)
+        self.images = Images(tower, self._tp, self._device, config.torch_dtype, config.description.hidden_size)
         return tower
 
     def begin_weights(self, goes_on: bool) -> None:

@@ -121,16 +121,17 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def _check_rows(config: Config, limit: int) -> None:
-    """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need.
+    """Refuse too many rows: each has logits, a block table, and room for tokens, which penalties and guesses need.
 
-    Texts that are only read have neither logits nor penalties.
+    Texts that are only read have none of these.
     """
     if not config.description.generates:
         return
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
     tokens = min(config.max_model_len, PLANNED_TOKENS)
     blocks = sum(-(-tokens // group.block_size) for group in config.cache_layout.groups)
-    row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + tokens)
+    texts = 0 if config.speculation is None else config.max_model_len
+    row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + tokens + texts)
     most = int(limit * MAX_ROWS_SHARE) // row_bytes
     if config.max_num_seqs > most:
         raise ValueError(
@@ -141,7 +142,7 @@ def _check_rows(config: Config, limit: int) -> None:
 
 def _limit(config: Config, device: torch.device, held: int) -> int:
     """Return how many bytes may be in use; held: of these, the model's."""
-    return held + CPU_BUDGET if device.type == "cpu" else int(_total(device) * config.gpu_memory_utilization)
+    return held + CPU_BUDGET if device.type == "cpu" else int(total_bytes(device) * config.gpu_memory_utilization)
 
 
 def shorten_on_cpu(config: Config) -> None:
@@ -152,7 +153,8 @@ def shorten_on_cpu(config: Config) -> None:
         config.max_model_len = max(layout.longest(blocks, config.max_model_len), 2)
 
 
-def _total(device: torch.device) -> int:
+def total_bytes(device: torch.device) -> int:
+    """Return the device's memory; on the CPU, the machine's."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.cuda.mem_get_info(device)[1]
@@ -177,7 +179,7 @@ def plan_memory(
     The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
     """
-    total, limit, used = _total(device), _limit(config, device, held), held
+    total, limit, used = total_bytes(device), _limit(config, device, held), held
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
+from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.kernels.rows import advance_rows, locate_rows
+from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage
@@ -29,6 +32,7 @@ class InputBatch:
     deltas: [rows] int32, rotary positions less places; None: they are equal
     adapters: [rows] int32, the slots of their adapters, -1 for none and in an empty row; None: no row may have one
     temperatures: [rows] float32; seeds: [rows] int64
+    drafting: further columns, if guesses are verified
     prefixes: those that rows share, if decode attention reads them once
     """
 
@@ -41,13 +45,14 @@ class InputBatch:
         prefixes: SharedPrefixes | None = None,
         has_deltas: bool = False,
         may_adapt: bool = False,
+        drafting: DraftingRows | None = None,
     ) -> None:
         """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places.
 
-        may_adapt: rows may have adapters
+        may_adapt: rows may have adapters; drafting: given if guesses are verified
         """
         self.block_sizes, self.steps = [group.block_size for group in kv_cache.layout.groups], kv_cache.steps
-        self.prefixes = prefixes
+        self.prefixes, self.drafting = prefixes, drafting
         self.device = device
         self.num_rows = 0
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -55,7 +60,7 @@ class InputBatch:
         self.drawn = torch.zeros_like(self.last_tokens)
         self.block_tables = torch.zeros((max_num_seqs, sum(max_blocks)), dtype=torch.int32, device=device)
         self.tables = self.block_tables.split(max_blocks, dim=1)
-        self._first_columns = [0, *accumulate(max_blocks)]
+        self._widths, self._first_columns = max_blocks, [0, *accumulate(max_blocks)]
         self.slots = torch.full_like(self.positions, -1)
         self.deltas = torch.zeros_like(self.positions) if has_deltas else None
         self.adapters = torch.full_like(self.positions, -1) if may_adapt else None
@@ -76,12 +81,16 @@ class InputBatch:
                 self.deltas[destination] = self.deltas[source]
             if self.adapters is not None:
                 self.adapters[destination] = self.adapters[source]
+            if self.drafting is not None:
+                self.drafting.move(source, destination)
         if message.num_rows < self.num_rows:
             self.positions[message.num_rows : self.num_rows] = -1
             if self._has_states:
                 self.slots[message.num_rows : self.num_rows] = -1
             if self.adapters is not None:
                 self.adapters[message.num_rows : self.num_rows] = -1
+            if self.drafting is not None:
+                self.drafting.empty(message.num_rows, self.num_rows)
         self.num_rows = message.num_rows
         if isinstance(message, DecodeMessage):
             if message.new_blocks:
@@ -123,21 +132,36 @@ class InputBatch:
 
         states: given if layers have some; shares: whether shared prefixes are read once
         """
-        positions = self.positions[:num_rows]
-        groups, deltas = [], None if self.deltas is None else self.deltas[:num_rows]
-        for table, block_size in zip(self.tables, self.block_sizes, strict=True):
-            slots, context_lens, rotary = locate_rows(positions, table[:num_rows], block_size, deltas)
-            groups.append(GroupContext(slots, table[:num_rows]))
-        return Context(
-            kv_cache.layers,
-            groups,
-            positions,
-            context_lens,
-            max_context_len,
-            states=None if states is None else StateContext(states.layers, self.slots[:num_rows]),
-            prefixes=self.prefixes if shares else None,
-            rotary=rotary,
-        )
+        deltas = None if self.deltas is None else self.deltas[:num_rows]
+        tables = [table[:num_rows] for table in self.tables]
+        context = self._context(self.positions[:num_rows], tables, deltas, kv_cache, max_context_len)
+        context.prefixes = self.prefixes if shares else None
+        if states is not None:
+            context.states = StateContext(states.layers, self.slots[:num_rows])
+        return context
+
+    def gather(self, row_of: Tensor) -> RowColumns:
+        """Return what each place of a verifying step has of its row; row_of: [places] int32."""
+        columns = self.block_tables, self.temperatures, self.seeds, self.deltas, self.adapters
+        return gather_rows(RowColumns(*columns), row_of)
+
+    def verify_context(self, places: Places, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
+        """Return the context of a verifying step: to the layers, each place is a row that decodes one token.
+
+        own: from `gather`
+        """
+        tables = list(own.block_tables.split(self._widths, dim=1))
+        return self._context(places.positions, tables, own.deltas, kv_cache, max_context_len)
+
+    def _context(
+        self, positions: Tensor, tables: list[Tensor], deltas: Tensor | None, kv_cache: KVCache, max_context_len: int
+    ) -> Context:
+        """Locate one token of each row; tables, deltas: those of its rows."""
+        groups = []
+        for table, block_size in zip(tables, self.block_sizes, strict=True):
+            slots, context_lens, rotary = locate_rows(positions, table, block_size, deltas)
+            groups.append(GroupContext(slots, table))
+        return Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
 
     def advance(self, token_ids: Tensor) -> None:
         """Give the first rows their sampled tokens; empty rows stay empty."""

@@ -52,14 +52,14 @@ class OneByOne(Steps):
             ]
         )
 
-    def _run_rows(self, num_rows: int, context: Context, adapters: Tensor | None) -> Tensor:
-        tokens, positions = self.batch.last_tokens[:num_rows].tolist(), context.positions.tolist()
+    def _run_rows(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
+        tokens, positions = token_ids.tolist(), context.positions.tolist()
         tables = [
             (group.block_tables[:, : max(positions) // block_size + 1] // step).tolist()
             for group, block_size, step in zip(context.groups, self.batch.block_sizes, self.batch.steps, strict=True)
         ]
         are_long = map(self._is_long, positions)
-        slots = [-1] * num_rows if adapters is None else adapters.tolist()
+        slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
         rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, strict=True)
         return torch.cat([self._run_token(*row) for row in rows])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +22,20 @@ class Launched:
 
     first_row: the first of these rows; logits: [rows, this rank's token ids], in the order of the rows
     extras: what the step gave so far beside the tokens
+    kept: [rows, max_guesses + 2] int32, what a verifying step has kept: see accept_guesses; None: another step
     """
 
     first_row: int
     logits: Tensor
     extras: Extras
+    kept: Tensor | None = None
 
 
 class PendingTokens:
     """The tokens of a launched step, on their way to the host."""
 
     def __init__(self, token_ids: Tensor, extras: Extras) -> None:
-        """token_ids: [rows] int32, empty when the step samples none."""
+        """token_ids: [rows] int32, empty when the step samples none, or what a verifying step keeps: Launched.kept."""
         self._host = to_host(token_ids)
         self.extras = extras.to_host()  # to be read after `wait`
         self._event: torch.cuda.Event | None = None
@@ -46,8 +49,8 @@ class PendingTokens:
         """Whether the device has done the step; raises torch.AcceleratorError behind a CUDA error."""
         return self._event is None or self._event.query()
 
-    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
-        """Wait for the step, and return its tokens in the order of its rows.
+    def wait(self, check: Callable[[], None] | None = None) -> list[Any]:
+        """Wait for the step, and return its tokens in the order of its rows; of a verifying step, a list for each row.
 
         check: called repeatedly meanwhile; it raises when the step can no longer complete
         """

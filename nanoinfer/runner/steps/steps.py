@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, Guesses
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.texts import DraftingRows
+from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
@@ -31,6 +36,8 @@ class Steps:
     logits: [rows, this rank's token ids], written by each decode step
     """
 
+    verifier: Verifier | None = None  # None: no guesses are verified
+
     def __init__(
         self, config: Config, tp: TensorParallel, holdings: Holdings, backend: AttentionBackend, logits: Tensor
     ) -> None:
@@ -49,9 +56,13 @@ class Steps:
         device = logits.device
         has_deltas = config.description.has_sections
         self._may_adapt = holdings.adapters is not None
-        self.batch = InputBatch(
-            config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes, has_deltas, self._may_adapt
-        )
+        drafting = None
+        if config.speculation is not None:
+            drafting = DraftingRows(config.max_num_seqs, config.max_guesses, device)
+        how = prefixes, has_deltas, self._may_adapt, drafting
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
+        if drafting is not None:
+            self.verifier = Verifier(config, tp, self.batch, drafting)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -82,6 +93,8 @@ class Steps:
         """Bring the rows up to date, as the message says, before its step runs."""
         self.batch.update(message)
         self.logits_processors.update(message)
+        if self.verifier is not None and isinstance(message, PrefillMessage):
+            self.verifier.update(message)
 
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
@@ -121,11 +134,35 @@ class Steps:
         shares: as for decode_context; has_adapters: some row may have one
         """
         batch = self.batch
+        if self.verifier is not None:
+            self.verifier.note(num_rows)
         context = batch.decode_context(num_rows, self.kv_cache, self.states, max_context_len, shares)
         adapters = batch.adapters[:num_rows] if has_adapters and batch.adapters is not None else None
-        hidden = self._run_rows(num_rows, context, adapters)
+        hidden = self._run_rows(batch.last_tokens[:num_rows], context, adapters)
         logits = self._logits(hidden, adapters, self.logits[:num_rows])
         self.draw(logits, context.context_lens)
+
+    def verify_rows(self, num_rows: int, guesses: int, max_context_len: int, has_adapters: bool = False) -> None:
+        """Run one verifying step over the first rows, with places for so many guesses, all of it on the device.
+
+        has_adapters: as for decode_rows
+        """
+        assert self.verifier is not None
+        draw = partial(self._draw_places, max_context_len, has_adapters)
+        self.verifier.verify(num_rows, guesses, draw, self.logits)
+
+    def _draw_places(self, max_context_len: int, has_adapters: bool, places: Places, guesses: Guesses | None) -> Tensor:
+        """Run the model over the places of a verifying step, and draw behind each; returns the tokens, [places].
+
+        guesses: which of the places they have; None: some places were left out
+        """
+        own = self.batch.gather(places.row_of)
+        context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
+        context.guesses = guesses
+        adapters = own.adapters if has_adapters else None
+        hidden = self._run_rows(places.tokens, context, adapters)
+        logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
+        return self._sample(logits, own.temperatures, own.seeds, context.context_lens)
 
     def draw(self, logits: Tensor, positions: Tensor) -> None:
         """Draw a token for each of the first rows, and advance these."""
@@ -133,16 +170,25 @@ class Steps:
         batch.advance(self._sample(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows that want more than a temperature; returns the step's InputBatch.drawn, [rows]."""
-        first_row, logits, batch = launched.first_row, launched.logits, self.batch
+        """Draw again for the rows that want more than a temperature.
+
+        Returns the step's InputBatch.drawn, [rows]; of a verifying step, Launched.kept.
+        """
+        first_row, logits, batch, kept = launched.first_row, launched.logits, self.batch, launched.kept
         rows = slice(first_row, first_row + len(logits))
         drawn, token_ids = batch.drawn[rows], batch.last_tokens[rows]
         if not self.logits_processors.wanted:
-            return drawn
+            return drawn if kept is None else kept
         # The rows have advanced: batch.positions are those of the drawn tokens.
         how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
         none_left = self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
-        return drawn.where(drawn < 0, token_ids.masked_fill(none_left, NONE_LEFT))
+        redrawn = token_ids.masked_fill(none_left, NONE_LEFT)
+        if kept is None:
+            return drawn.where(drawn < 0, redrawn)
+        # A row with several tokens is not drawn again, and its first is not its last.
+        first = kept[:, 0]
+        first.copy_(first.where((first < 0) | (kept[:, 1] >= 0), redrawn))
+        return kept
 
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""
@@ -153,13 +199,13 @@ class Steps:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
         return self._run(prompts.token_ids, prompts.context, prompts.adapters)
 
-    def _run_rows(self, num_rows: int, context: Context, adapters: Tensor | None) -> Tensor:
-        """Run the model over the last tokens of the first rows; returns the hidden states, [rows, hidden_size].
+    def _run_rows(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
+        """Run the model over a token of each row, [rows]; returns the hidden states, [rows, hidden_size].
 
         adapters: [rows], as InputBatch has them; None: no row has one
         """
         self.backend.prepare_decode(context)
-        return self._run(self.batch.last_tokens[:num_rows], context, adapters)
+        return self._run(token_ids, context, adapters)
 
     def _run(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
         if adapters is None:

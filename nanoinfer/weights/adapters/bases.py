@@ -67,7 +67,7 @@ class Base:
         """How many outputs each part has."""
         return tuple(part.rows for part in self.parts)
 
-    @property
+    @cached_property
     def columns(self) -> slice:
         """Which of a whole matrix's inputs are this rank's."""
         first = self.sections[0].start if self.sections[0].dim == 1 else 0

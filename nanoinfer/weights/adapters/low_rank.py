@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class LowRank:
+class LowRank(NamedTuple):
     """The matrix scale * b a, [outputs, inputs], that is added to a checkpoint's.
 
     a: [rank, inputs]; b: [outputs, rank]; both of any floats, on any device

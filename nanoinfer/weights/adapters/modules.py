@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -46,7 +46,7 @@ class Stack:
             b = every_b[:, :, number]
             shares = [b[place :: len(modules)] for place in range(len(modules))]
             for module, share in zip(modules, shares if self.by_turns else b.chunk(len(modules)), strict=True):
-                yield module, replace(update, a=every_a[number], b=share)
+                yield module, LowRank(every_a[number], share, update.scale)
 
 
 class Modules:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.adapters.bases import Base, Part
-from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
+from nanoinfer.weights.adapters.bases import Base
+from nanoinfer.weights.adapters.low_rank import Adapter
+from nanoinfer.weights.shards import Section
+
+
+class _PartOfSlot(NamedTuple):
+    """What a slot has for one part of its base: rows of a, [rank, inputs], and for each section rows of b."""
+
+    module: str
+    a: Tensor
+    b: list[tuple[Section, Tensor]]
+
+
+class _Slot(NamedTuple):
+    """One slot of a base, as views."""
+
+    a: Tensor
+    b: Tensor
+    parts: list[_PartOfSlot]
 
 
 @dataclass(frozen=True)
@@ -19,6 +37,7 @@ class Slots:
     base: Base
     a: Tensor
     b: Tensor
+    _kept: dict[int, _Slot] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def make(cls, base: Base, slots: int, rank: int) -> Slots:
@@ -36,37 +55,45 @@ class Slots:
         each = zip(bases, a.split(slots), b.split(slots), strict=True)
         return [cls(*own) for own in each], a, b
 
+    def of(self, slot: int) -> _Slot:
+        """Return a slot. Its views are kept until another's are made: a trainer writes one slot again and again."""
+        if slot not in self._kept:
+            self._kept.clear()
+            self._kept[slot] = self._view(slot)
+        return self._kept[slot]
+
+    def _view(self, slot: int) -> _Slot:
+        a, b, parts = self.a[slot], self.b[slot], self.base.parts
+        rows_of_a = a.split(self.b.shape[2])
+        sections = ([(section, b[rows]) for section, rows in part.sections] for part in parts)
+        modules = (part.module for part in parts)
+        return _Slot(a, b, [_PartOfSlot(*own) for own in zip(modules, rows_of_a, sections, strict=True)])
+
     def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a that an adapter writes in a slot, and what fills them."""
-        parts, first = self.a[slot].split(self.b.shape[2]), self.base.columns.start
-        for number, (_, update) in self._updates(adapter):
-            yield _cut(parts[number], 0, 0, update.rank), _cut(update.a, 1, first, self.base.inputs)
+        whole, columns = self.b.shape[2], self.base.columns
+        for module, rows, _ in self.of(slot).parts:
+            if (update := adapter.get(module)) is not None:
+                a, rank = update.a, update.rank
+                assert rank <= whole
+                yield rows if rank == whole else rows[:rank], a if a.shape[1] == self.base.inputs else a[:, columns]
 
     def copies_to_b(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the same of b, with the factor of what fills it."""
-        of_slot = self.b[slot]
-        for _, (part, update) in self._updates(adapter):
-            for section, rows in part.sections:
-                source = update.b if section.dim else _cut(update.b, 0, section.start, section.rows)
-                yield _cut(of_slot[rows], 1, 0, update.rank), source, update.scale
-
-    def _updates(self, adapter: Adapter) -> Iterator[tuple[int, tuple[Part, LowRank]]]:
-        """Yield the number of each part that the adapter changes, the part, and what it adds."""
-        for number, part in enumerate(self.base.parts):
-            if (update := adapter.get(part.module)) is not None:
-                assert update.rank <= self.b.shape[2]
-                yield number, (part, update)
-
-
-def _cut(x: Tensor, dim: int, first: int, count: int) -> Tensor:
-    """Return neighbouring rows or columns. Often they are all, and an adapter has hundreds of matrices."""
-    return x if x.shape[dim] == count else x.narrow(dim, first, count)
+        whole = self.b.shape[2]
+        for module, _, sections in self.of(slot).parts:
+            if (update := adapter.get(module)) is not None:
+                rank, b = update.rank, update.b
+                for section, rows in sections:
+                    is_all = section.dim == 1 or section.rows == b.shape[0]
+                    source = b if is_all else b.narrow(0, section.start, section.rows)
+                    yield rows if rank == whole else rows[:, :rank], source, update.scale
 
 
 @torch.inference_mode()
 def clear(slot: int, slots: Sequence[Slots]) -> None:
     """Take what a slot holds out of it: it adds nothing then."""
-    torch._foreach_zero_([one[slot] for of_base in slots for one in (of_base.a, of_base.b)])
+    torch._foreach_zero_([one for of_base in slots for one in of_base.of(slot)[:2]])
 
 
 @torch.inference_mode()
@@ -89,7 +116,7 @@ def _scale(copies: list[tuple[Tensor, Tensor, float]]) -> list[tuple[Tensor, Ten
     if not copies:
         return []
     targets, sources, factors = map(list, zip(*copies, strict=True))
-    if all(_can_scale(source, target) for target, source, _ in copies):
+    if all(map(_can_scale, sources, targets)):
         return list(zip(targets, torch._foreach_mul(sources, factors), strict=True))
     sizes = [target.numel() for target in targets]
     memory = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)

@@ -1,0 +1,1 @@
+"""Guesses of the tokens that come next, which a decode step verifies."""

@@ -1,0 +1,131 @@
+"""Budget: for how many guesses the next decode step has places."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+
+SPENT = 0.003  # of the time of all steps, for trials
+TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
+MOST_HELD = 0.8  # of a row's places: then more would have brought more
+NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
+
+Size = tuple[int, int]  # rows, and places for guesses
+
+
+class Budget:
+    """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
+
+    It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
+    alike, if they have the same table.
+
+    What guesses bring, tokens for each row that may guess, is known by the places that such a row had. A size that has
+    not run lately is tried now and then, if it could be the best.
+    """
+
+    def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
+        """sizes: of the verifying steps that there are; a step takes the next larger number of rows.
+
+        times: seconds of some sizes, and of plain steps, which have 0 places; others are estimated by their tokens
+        may_decline: no guess is verified where plain steps are expected to be faster
+        """
+        self._rows = sorted({rows for rows, _ in sizes})
+        self._options = {rows: sorted(guesses for own, guesses in sizes if own == rows) for rows in self._rows}
+        plain = {rows: seconds for (rows, guesses), seconds in times.items() if guesses == 0}
+        verifying = _fill(
+            {sum(size): seconds for size, seconds in times.items() if size[1]}, max(map(sum, sizes), default=0)
+        )
+        self._plain_times = _fill(plain, self._rows[-1] if self._rows else 0)
+        self._times = {size: times.get(size, verifying[sum(size)]) for size in sizes}
+        self._max_guesses = max_guesses
+        self._may_decline = may_decline
+        self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row that may guess
+        self._ran: dict[int, int] = {}  # the number of the step that had so many places last
+        self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
+        self._num_steps = 0
+        self._tried = -TRY_WITHIN  # the step that was the last trial
+
+    def choose(self, num_rows: int, num_guessing: int) -> int:
+        """Return the places for guesses of the next step; 0: it is to be a plain one.
+
+        num_guessing: of the rows, those that may guess
+        """
+        options = self._options_of(num_rows)
+        self._num_steps += 1
+        if not options or num_guessing == 0:
+            return 0
+        rates = {guesses: self._rate(num_rows, num_guessing, guesses) for guesses in options}
+        if self._may_decline:
+            rates[0] = num_rows / self._time(num_rows, 0)
+        best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
+        others = [
+            guesses
+            for guesses in options
+            if guesses != best and self._most(num_rows, num_guessing, guesses) > rates[best]
+        ]
+        if others:
+            other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
+            lost = self._time(num_rows, other) / self._time(num_rows, best) - 1
+            if self._num_steps - self._tried >= min(max(TRY_EVERY, lost / SPENT), TRY_WITHIN):
+                best, self._tried = other, self._num_steps
+        if best:
+            self._ran[self._places(best, num_guessing)] = self._num_steps
+        return best
+
+    def least(self, num_rows: int) -> int:
+        """Return the fewest places that a verifying step of so many rows has; 0: there is no such step."""
+        return min(self._options_of(num_rows), default=0)
+
+    def note(self, num_guessing: int, guesses: int, num_accepted: int) -> None:
+        """Learn from a step that had places for guesses; num_accepted: tokens that these have brought."""
+        if num_guessing:
+            places, gain = self._places(guesses, num_guessing), num_accepted / num_guessing
+            before = self._gains.get(places, gain)
+            is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
+            self._gains[places] = gain if is_old else before + NEWEST * (gain - before)
+            self._noted[places] = self._num_steps
+
+    def _options_of(self, num_rows: int) -> list[int]:
+        index = bisect_left(self._rows, num_rows)
+        return self._options[self._rows[index]] if num_rows > 0 and index < len(self._rows) else []
+
+    def _places(self, guesses: int, num_guessing: int) -> int:
+        return min(self._max_guesses, guesses // num_guessing)
+
+    def _time(self, num_rows: int, guesses: int) -> float:
+        if guesses == 0:
+            return self._plain_times[num_rows]
+        return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
+
+    def _rate(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+        """Return the tokens per second that a step is expected to give."""
+        gain = self._gain(self._places(guesses, num_guessing))
+        return (num_rows + gain * num_guessing) / self._time(num_rows, guesses)
+
+    def _gain(self, places: int) -> float:
+        """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
+        if not self._gains:
+            return 0.0 if self._may_decline else float(places)
+        nearest = min(self._gains, key=lambda known: abs(known - places))
+        gain = self._gains[nearest]
+        if places > nearest and gain > MOST_HELD * nearest:
+            return gain * places / max(1, nearest)
+        return min(gain, float(places))
+
+    def _most(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+        """Return the tokens per second that a step gives if all its guesses hold."""
+        return (num_rows + min(guesses, self._max_guesses * num_guessing)) / self._time(num_rows, guesses)
+
+
+def _fill(known: Mapping[int, float], most: int) -> list[float]:
+    """Return the times for 0 to `most` of something, on straight lines between those that are known."""
+    if not known:
+        return [1.0] * (most + 1)
+    points = sorted(known.items())
+    times = [points[0][1]] * (points[0][0] + 1)
+    for (low, before), (high, after) in pairwise(points):
+        times += [before + (after - before) * (place - low) / (high - low) for place in range(low + 1, high + 1)]
+    slope = points[-1][1] / max(1, points[-1][0])  # behind the last, times grow in proportion at most
+    times += [slope * place for place in range(len(times), most + 1)]
+    return times[: most + 1]

@@ -1,0 +1,55 @@
+"""Draws: what a step has drawn for each of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.kernels.drafting.accept import NOTHING
+
+NO_FAULT = 0
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The tokens of a step. Numbers below 0 are faults, as engine.faults knows them.
+
+    firsts: each sequence's first token or its fault; NO_FAULT where it had ended on the device
+    tokens: what each sequence is to get, several in a list, none that is a fault
+    lasts: the fault behind a list's tokens, or NO_FAULT
+    num_tokens: in all, those of sequences that have ended included
+    num_first: the sequences that get a token and had not ended; num_proposed: the guesses that these had
+    """
+
+    firsts: list[int]
+    tokens: list[Any]
+    lasts: list[int]
+    num_tokens: int
+    num_first: int = 0
+    num_proposed: int = 0
+
+
+def read_plain(drawn: list[int]) -> Draws:
+    """Return what a plain step says; drawn: each sequence's token or its fault."""
+    return Draws(drawn, drawn, [], len(drawn))
+
+
+def read_verified(seqs: list[Sequence], drawn: list[list[int]]) -> Draws:
+    """Return what a step says that verified guesses, and count the sequences' guesses.
+
+    drawn: of each sequence the draws that it keeps, of which the last one may be a fault, then numbers below 0 up to
+    the last place, which has the number of its guesses
+    """
+    firsts, tokens, lasts, num_first, num_proposed = [], [], [], 0, 0
+    for seq, (*kept, proposed) in zip(seqs, drawn, strict=True):
+        count = next((place for place, token_id in enumerate(kept) if token_id < 0), len(kept))
+        fault = kept[count] if count < len(kept) and kept[count] != NOTHING else NO_FAULT
+        firsts.append(kept[0] if count else fault)
+        lasts.append(fault)
+        tokens.append(kept[:count])
+        if not seq.is_finished:
+            seq.num_proposed_tokens += proposed
+            num_proposed += proposed
+            num_first += count > 0
+    return Draws(firsts, tokens, lasts, sum(map(len, tokens)), num_first, num_proposed)

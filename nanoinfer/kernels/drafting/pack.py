@@ -1,0 +1,203 @@
+"""The places of a verifying step: the rows' last tokens, and behind them the guesses of all rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
+
+
+class Places(NamedTuple):
+    """The tokens of a verifying step. Place r holds row r's last token; its guesses stand together behind all rows.
+
+    tokens: [places] int32
+    positions: [places] int32; -1: an empty place, as those of empty rows and of rows that have their last token
+    row_of: [places] int32, whose token it is; 0 in a place that has no guess
+    first: [rows] int32, the place of a row's first guess, counted from behind the rows
+    counts: [rows] int32, the row's guesses
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    row_of: Tensor
+    first: Tensor
+    counts: Tensor
+
+
+def pack_guesses(
+    guesses: Tensor,
+    counts: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    limits: Tensor,
+    may_guess: Tensor,
+    num_places: int,
+    vocab_size: int,
+    are_free: bool,
+) -> Places:
+    """Pack the guesses of all rows into so many places, in the order of the rows.
+
+    A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
+    A number that is no token id ends its guesses. Where empty places take as long as others, limits count only if there
+    are fewer places than guesses. If the places do not suffice, all rows have their first guesses before any has later
+    ones, because a later guess holds only behind all that come before it.
+
+    guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
+    last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
+    ends, limits, may_guess: [rows] int32: a text has at most so many tokens; a step verifies at most so many guesses of
+        a row; 0: it has none
+    are_free: empty places take as long as others
+    """
+    function = pack_guesses_triton if guesses.is_cuda else pack_guesses_reference
+    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size, are_free)
+
+
+def pack_guesses_reference(
+    guesses: Tensor,
+    counts: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    limits: Tensor,
+    may_guess: Tensor,
+    num_places: int,
+    vocab_size: int,
+    are_free: bool,
+) -> Places:
+    """pack_guesses in torch."""
+    rows, most = guesses.shape
+    goes_on = (positions >= 0) & (positions + 1 < ends)
+    wanted = torch.minimum(counts, ends - positions - 2).clamp(min=0)
+    are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
+    wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
+    if not are_free or wanted.sum() > num_places:
+        wanted = torch.minimum(wanted, limits)
+    level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
+    taken, has_more = torch.minimum(wanted, level), wanted > level
+    taken += has_more & (has_more.cumsum(0) <= num_places - taken.sum())
+    first, taken = (taken.cumsum(0) - taken).int(), taken.int()
+    tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
+    placed = torch.cat([positions.where(goes_on, -1), positions.new_full((num_places,), -1)])
+    row_of = torch.cat([torch.arange(rows, dtype=torch.int32), positions.new_zeros(num_places)])
+    row, guess = (torch.arange(most) < taken[:, None]).nonzero(as_tuple=True)
+    behind = slice(rows, rows + len(row))  # packed as they are found: row after row
+    tokens[behind], row_of[behind] = guesses[row, guess], row.int()
+    placed[behind] = positions[row] + 1 + guess.int()
+    return Places(tokens, placed, row_of, first, taken)
+
+
+def pack_guesses_triton(
+    guesses: Tensor,
+    counts: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    limits: Tensor,
+    may_guess: Tensor,
+    num_places: int,
+    vocab_size: int,
+    are_free: bool,
+) -> Places:
+    """pack_guesses as one launch, of one program."""
+    rows, most = guesses.shape
+    places = [torch.empty(rows + num_places, dtype=torch.int32, device=guesses.device) for _ in range(3)]
+    of_rows = [torch.empty(rows, dtype=torch.int32, device=guesses.device) for _ in range(2)]
+    assert rows <= BLOCK_ROWS, rows
+    assert num_places <= BLOCK_PLACES, num_places
+    _pack_kernel[(1,)](
+        guesses,
+        counts,
+        last_tokens,
+        positions,
+        ends,
+        limits,
+        may_guess,
+        *places,
+        *of_rows,
+        rows,
+        num_places,
+        vocab_size,
+        MOST=most,
+        BLOCK_MOST=triton.next_power_of_2(most),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_PLACES=BLOCK_PLACES,
+        ARE_FREE=are_free,
+        **early_launch(guesses),
+    )
+    return Places(*places, *of_rows)
+
+
+@triton.jit(do_not_specialize=["rows", "places", "vocab_size"])
+def _pack_kernel(
+    guesses_ptr,
+    counts_ptr,
+    last_tokens_ptr,
+    positions_ptr,
+    ends_ptr,
+    limits_ptr,
+    may_guess_ptr,
+    tokens_ptr,
+    placed_ptr,
+    row_of_ptr,
+    first_ptr,
+    taken_ptr,
+    rows,
+    places,
+    vocab_size,
+    MOST: tl.constexpr,
+    BLOCK_MOST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
+    ARE_FREE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    row = tl.arange(0, BLOCK_ROWS)
+    mask = row < rows
+    position = tl.load(positions_ptr + row, mask=mask, other=-1)
+    end = tl.load(ends_ptr + row, mask=mask, other=0)
+    goes_on = (position >= 0) & (position + 1 < end)
+    wanted = tl.load(counts_ptr + row, mask=mask, other=0)
+    wanted = tl.maximum(tl.minimum(wanted, end - position - 2), 0)
+    guess = tl.arange(0, BLOCK_MOST)
+    is_there = mask[:, None] & (guess < MOST)[None, :]
+    token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_there, other=-1)
+    is_token = (token >= 0) & (token < vocab_size)
+    wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
+    may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
+    wanted = tl.where(goes_on & may_guess, wanted, 0)
+    limit = tl.load(limits_ptr + row, mask=mask, other=0)
+    if ARE_FREE:
+        limit = tl.where(tl.sum(wanted) > places, limit, MOST)
+    wanted = tl.minimum(wanted, limit)
+    level = 0  # that all may have
+    for most in tl.static_range(1, MOST + 1):
+        level += (tl.sum(tl.minimum(wanted, most)) <= places).to(tl.int32)
+    taken = tl.minimum(wanted, level)
+    has_more = (wanted > level).to(tl.int32)
+    taken += (has_more > 0) & (tl.cumsum(has_more, 0) <= places - tl.sum(taken))
+    first = tl.cumsum(taken, 0) - taken
+    tl.store(first_ptr + row, first, mask=mask)
+    tl.store(taken_ptr + row, taken, mask=mask)
+    tl.store(tokens_ptr + row, tl.load(last_tokens_ptr + row, mask=mask), mask=mask)
+    tl.store(placed_ptr + row, tl.where(goes_on, position, -1), mask=mask)
+    tl.store(row_of_ptr + row, row, mask=mask)
+    is_taken = guess[None, :] < taken[:, None]
+    place = rows + first[:, None] + guess[None, :]
+    tl.store(tokens_ptr + place, token, mask=is_taken)
+    tl.store(placed_ptr + place, position[:, None] + 1 + guess[None, :], mask=is_taken)
+    tl.store(row_of_ptr + place, row[:, None] + tl.zeros_like(place), mask=is_taken)
+    empty = tl.arange(0, BLOCK_PLACES)
+    is_empty = (empty >= tl.sum(taken)) & (empty < places)
+    nothing = tl.zeros([BLOCK_PLACES], tl.int32)
+    tl.store(tokens_ptr + rows + empty, nothing, mask=is_empty)
+    tl.store(placed_ptr + rows + empty, nothing - 1, mask=is_empty)
+    tl.store(row_of_ptr + rows + empty, nothing, mask=is_empty)

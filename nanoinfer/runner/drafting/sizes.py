@@ -1,0 +1,25 @@
+"""The sizes of verifying steps."""
+
+from __future__ import annotations
+
+MOST_TOKENS = 192  # of a step: with more, products of 16-bit numbers are bound by arithmetic (8b on an H200: 183)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+VerifySize = tuple[int, int]  # rows, and places for guesses
+
+
+def verify_sizes(max_num_seqs: int, max_guesses: int) -> list[VerifySize]:
+    """Return the sizes of verifying steps, in ascending order.
+
+    For each number of rows there are places for half of all guesses and for all, as far as MOST_TOKENS allows. A step
+    takes the next larger number of rows.
+    """
+    largest = min(max_num_seqs, ROWS[-1])
+    rows = [*(size for size in ROWS if size < largest), largest]
+    guesses = {(size, min(size * max_guesses // part, MOST_TOKENS - size)) for size in rows for part in (2, 1)}
+    return sorted(size for size in guesses if size[1] > 0)
+
+
+def most_tokens(sizes: list[VerifySize]) -> int:
+    """Return how many tokens the largest step has; 0: there are no sizes."""
+    return max(map(sum, sizes), default=0)

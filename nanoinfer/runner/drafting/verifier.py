@@ -1,0 +1,127 @@
+"""Verifier: the part of a verifying step that stands around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.context import Guesses
+from nanoinfer.config import Config
+from nanoinfer.drafting.drafter import Drafter, RowTexts
+from nanoinfer.drafting.suffix import SuffixDrafter
+from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
+from nanoinfer.kernels.drafting.pack import Places, pack_guesses
+from nanoinfer.kernels.drafting.texts import write_last_tokens
+from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
+from nanoinfer.runner.memory.plan import total_bytes
+from nanoinfer.runner.message import PrefillMessage
+from nanoinfer.runner.steps.input_batch import InputBatch
+
+Draw = Callable[[Places, Guesses | None], Tensor]
+
+
+class Verifier:
+    """Proposes guesses for the rows of a batch, gives them places in a step, and keeps those that hold.
+
+    kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
+    """
+
+    def __init__(self, config: Config, tp: TensorParallel, batch: InputBatch, rows: DraftingRows) -> None:
+        """rows: of the batch, which moves them. All ranks make theirs together, for as many texts."""
+        device = batch.device
+        self._batch, self._rows = batch, rows
+        self._heads = config.description.num_heads // tp.size
+        self._skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
+        self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
+        count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
+        self.texts = Texts(tp.min(count, device), config.max_model_len, device)
+        asked = config.speculation
+        self._drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
+        self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
+
+    def update(self, message: PrefillMessage) -> None:
+        """Take the texts of the sequences that join with a step, before it runs."""
+        joining = [join.drafting for join in message.joins if join.drafting is not None]
+        assert len(joining) == len(message.joins)
+        if joining:
+            self.texts.write(joining)
+            self._rows.join(message.num_rows, joining)
+        if message.members:
+            self.texts.regroup(message.members)
+
+    def note(self, num_rows: int) -> None:
+        """Write the last tokens of the first rows into their texts. Each decode step begins with it."""
+        texts, batch, rows = self.texts, self._batch, self._rows
+        of_rows = rows.texts[:num_rows], batch.positions[:num_rows], batch.last_tokens[:num_rows]
+        write_last_tokens(texts.tokens, texts.lengths, *of_rows)
+
+    def verify(self, num_rows: int, guesses: int, draw: Draw, logits: Tensor) -> None:
+        """Run a verifying step over the first rows, with places for so many guesses.
+
+        draw: runs the model over some places, and returns a token for each; logits: where it writes theirs
+        """
+        self.note(num_rows)
+        places = self._place(num_rows, guesses)
+        if self._skips_empty:
+            drawn = _draw_filled(places, draw, logits)
+        else:
+            drawn = draw(places, Guesses(places.first, places.counts, self._most, self._heads))
+        self._accept(places, drawn)
+
+    def _place(self, num_rows: int, guesses: int) -> Places:
+        """Propose guesses for the first rows, and pack them into so many places behind these."""
+        texts, batch, rows = self.texts, self._batch, self._rows
+        own = RowTexts(texts.tokens, texts.lengths, texts.members, rows.texts[:num_rows], rows.groups[:num_rows])
+        proposed, counts = self._drafter.propose(own, self._most)
+        _check("guesses", proposed, (num_rows, self._most), batch.device)
+        _check("counts", counts, (num_rows,), batch.device)
+        return pack_guesses(
+            proposed.contiguous(),
+            counts.contiguous(),
+            batch.last_tokens[:num_rows],
+            batch.positions[:num_rows],
+            rows.ends[:num_rows],
+            rows.limits[:num_rows],
+            rows.may_guess[:num_rows],
+            guesses,
+            self._vocab_size,
+            are_free=not self._skips_empty,
+        )
+
+    def _accept(self, places: Places, drawn: Tensor) -> None:
+        """Keep what holds of the draws of all places, and move the rows on."""
+        texts, batch, num_rows = self.texts, self._batch, len(places.first)
+        columns = self._rows.texts, batch.last_tokens, batch.positions, self._rows.limits
+        rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
+        accept_guesses(drawn, places, rows, self.kept[:num_rows])
+
+
+def _check(name: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError if a drafter has proposed tensors of another form than Drafter says."""
+    form = numbers.dtype, tuple(numbers.shape), numbers.device.type
+    if form != (asked := (torch.int32, shape, device.type)):
+        raise ValueError(f"speculation: `propose` must return {name} of {_told(*asked)}, not of {_told(*form)}")
+
+
+def _told(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> str:
+    return f"{dtype} and shape {list(shape)} on {device}"
+
+
+def _draw_filled(places: Places, draw: Draw, logits: Tensor) -> Tensor:
+    """Draw for the places that are not empty alone.
+
+    Returns as many tokens as there are places. logits: the first ones become those of the rows
+    """
+    drawn = torch.full_like(places.tokens, NO_TOKEN)
+    filled = (places.positions >= 0).nonzero()[:, 0]
+    if len(filled) == 0:
+        return drawn
+    some = Places(places.tokens[filled], places.positions[filled], places.row_of[filled], *places[3:])
+    drawn[filled] = draw(some, None)
+    if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
+        logits[filled] = logits[: len(filled)].clone()
+    return drawn

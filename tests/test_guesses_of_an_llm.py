@@ -1,0 +1,300 @@
+"""An LLM whose guesses are verified returns what it returns without, whatever is asked for and however it guesses."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, build
+from cases.drafters import Babbler, Prophet
+from conftest import assert_equal, different_settings, greedy, whole_only
+from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
+
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.config import Config
+
+VOCAB = 2048  # of the bundled model
+SPEECHES = [
+    "ROMEO:\n",
+    "JULIET:\nO Romeo, Romeo!",
+    "the sea, the sea, the sea, the",
+    "GLOUCESTER:\nNow",
+    "A",
+    "PAULINA:\n",
+]
+SETTINGS = [
+    SamplingParams(temperature=[0, 0.7, 1.0][i % 3], seed=i, max_tokens=[1, 2, 24, 40][i % 4], n=1 + i % 3, **wish)
+    for i, wish in enumerate(
+        [
+            {},
+            {"stop": ["the", " and"]},
+            {"stop": "e", "include_stop_str_in_output": True, "min_tokens": 6},
+            {"stop_token_ids": list(range(20, 60)), "min_tokens": 3},
+            {"ignore_eos": True},
+            {"structured_outputs": {"regex": "[a-z ]{5,30}"}},
+            {"structured_outputs": {"choice": ["aye", "nay, nay, nay"]}, "stop": "a"},
+            {"logprobs": 2, "prompt_logprobs": 1},
+            {"stop": "o"},
+            {"detokenize": False},
+            {"kept_tokens": True, "top_p": 0.9},
+        ]
+    )
+]
+PARAMS = [*different_settings(12), *SETTINGS]
+PROMPTS = [SPEECHES[i % len(SPEECHES)] for i in range(len(PARAMS))]
+
+
+def make(**options: Any) -> LLM:
+    shape = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16, "use_tqdm": False}
+    return LLM(BUNDLED_MODEL, **{**shape, "num_kvcache_blocks": 300, **options})
+
+
+def run(llm: LLM, prompts: list[Any] = PROMPTS, params: Any = PARAMS) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with make() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[RequestOutput]:
+    return run(plain)
+
+
+@pytest.fixture(scope="module")
+def known(expected: list[RequestOutput]) -> list[list[int]]:
+    """The texts that come out."""
+    return [output.prompt_token_ids + sample.token_ids for output in expected for sample in output.samples]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make(speculation="suffix") as llm:
+        yield llm
+
+
+DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {
+    "suffix": lambda known: "suffix",
+    "auto": lambda known: "auto",
+    "random": lambda known: Babbler(VOCAB),
+    "right": Prophet,
+    "wrong": lambda known: Prophet(known, (False,)),
+    "alternating": lambda known: Prophet(known, (True, False)),
+}
+SPREAD: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "tight": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 5, "max_guesses": 15},
+    "one row": {"max_num_seqs": 1, "max_guesses": 1},
+    "two ranks": {"tensor_parallel_size": 2, "max_guesses": 3},
+    "two replicas": {"data_parallel_size": 2, "max_num_seqs": 4},
+}
+TOGETHER = [
+    *[(drafter, "roomy") for drafter in DRAFTERS],
+    ("right", "tight"),
+    *[("suffix", spread) for spread in SPREAD if spread != "roomy"],
+    *whole_only([("auto", spread) for spread in SPREAD if spread != "roomy"]),
+    *whole_only([("alternating", "tight"), ("right", "one row"), ("random", "two ranks"), ("right", "two replicas")]),
+]
+
+
+@pytest.mark.parametrize(("drafter", "spread"), TOGETHER)
+def test_results_are_those_without(
+    drafter: str, spread: str, expected: list[RequestOutput], known: list[list[int]]
+) -> None:
+    with make(speculation=DRAFTERS[drafter](known), **SPREAD[spread]) as llm:
+        outputs = run(llm)
+        assert_equal(outputs, expected)
+        assert_counts(llm, outputs)
+
+
+def assert_counts(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """The figures of an LLM are the sums of its outputs'."""
+    samples, stats = [sample for output in outputs for sample in output.samples], llm.stats()
+    assert stats.num_generated_tokens == sum(len(sample.token_ids) for sample in samples)
+    assert stats.num_proposed_tokens >= sum(sample.num_proposed_tokens for sample in samples)
+    assert stats.num_accepted_tokens == sum(sample.num_accepted_tokens for sample in samples)
+    assert all(sample.num_accepted_tokens <= sample.num_proposed_tokens for sample in samples)
+    rows = stats.num_decode_tokens - stats.num_accepted_tokens
+    assert stats.tokens_per_decode_row == pytest.approx(stats.num_decode_tokens / rows)
+
+
+def test_guesses_that_hold_save_steps(plain: LLM) -> None:
+    prompt, params = SPEECHES[:1], greedy(40, ignore_eos=True)
+    (wanted,) = run(plain, prompt, params)
+    with make(speculation=Prophet([wanted.prompt_token_ids + wanted.token_ids])) as llm:
+        (output,) = run(llm, prompt, params)
+        stats = llm.stats()
+    assert output.token_ids == wanted.token_ids
+    assert output.num_accepted_tokens >= 31  # places for four guesses bring so many, for eight some more
+    rows = 39 - output.num_accepted_tokens
+    assert rows <= stats.num_decode_steps <= rows + 1  # the host learns of the end one step late
+    assert stats.tokens_per_decode_row == 39 / rows
+    assert f"guesses: {output.num_accepted_tokens} of {output.num_accepted_tokens} held" in str(stats)
+
+
+def test_a_stop_string_ends_a_sample_within_a_step(plain: LLM) -> None:
+    prompt = SPEECHES[:1]
+    (whole,) = run(plain, prompt, greedy(40, ignore_eos=True))
+    params = greedy(40, ignore_eos=True, stop=whole.text[12:15])
+    wanted = run(plain, prompt, params)
+    with make(speculation=Prophet([whole.prompt_token_ids + whole.token_ids])) as llm:
+        outputs = run(llm, prompt, params)
+        assert_equal(outputs, wanted)
+        assert_counts(llm, outputs)
+        assert llm.stats().num_generated_tokens == len(wanted[0].token_ids) < 40
+
+
+def test_streams_have_the_same_tokens(llm: LLM, expected: list[RequestOutput]) -> None:
+    texts: dict[tuple[int, int], list[Any]] = {}
+    for new in llm.stream(PROMPTS, PARAMS):
+        old = texts.setdefault((new.index, new.sample), ["", []])
+        texts[new.index, new.sample] = [old[0] + new.text, old[1] + new.token_ids]
+    for (index, number), (text, token_ids) in texts.items():
+        sample = expected[index].samples[number]
+        assert (text, token_ids) == (sample.text, sample.token_ids)
+
+
+def test_samples_of_a_prompt_guess_from_each_other(plain: LLM, llm: LLM) -> None:
+    """Of one seed all samples would be equal: here those of a low temperature nearly are."""
+    params = SamplingParams(temperature=0.2, seed=3, n=8, max_tokens=60, ignore_eos=True)
+    (wanted,), (output,) = run(plain, SPEECHES[:1], params), run(llm, SPEECHES[:1], params)
+    assert_equal([output], [wanted])
+    assert sum(sample.num_accepted_tokens for sample in output.samples) > 0
+
+
+def test_outputs_of_earlier_calls_are_guesses(plain: LLM) -> None:
+    """Twelve texts are more than an LLM of two rows keeps unless it is told to."""
+    params = greedy(30, ignore_eos=True)
+    prompts = [f"{speaker}:\n" for speaker in "ABCDEFGHIJKL"]
+    wanted = run(plain, prompts, params)
+    with make(speculation="suffix", max_num_seqs=2, remember_outputs=12) as llm:
+        assert_equal(run(llm, prompts, params), wanted)
+        outputs = run(llm, prompts, params)
+        assert_equal(outputs, wanted)
+        assert min(output.num_accepted_tokens for output in outputs) > 15
+
+
+def test_bits_are_those_without_if_sums_have_one_order() -> None:
+    prompts, params = PROMPTS[12:18], [replace(own, max_tokens=8) for own in PARAMS[12:18]]
+    with make(deterministic=True) as alone:
+        wanted = run(alone, prompts, params)
+    with make(deterministic=True, speculation="suffix") as llm:
+        outputs = run(llm, prompts, params)
+    assert [output.samples for output in map(without_counts, outputs)] == [own.samples for own in wanted]
+
+
+def without_counts(output: RequestOutput) -> RequestOutput:
+    copy = pickle.loads(pickle.dumps(output))
+    for sample in copy.samples:
+        sample["num_proposed_tokens"] = sample["num_accepted_tokens"] = 0
+    return copy
+
+
+def test_rows_that_guess_have_their_own_adapters() -> None:
+    generator = torch.Generator().manual_seed(1)
+    module = "model.layers.3.mlp.down_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.randn(8, 512, generator=generator) / 10,
+        f"{module}.lora_B.weight": torch.randn(192, 8, generator=generator) / 10,
+    }
+    params = [replace(own, adapter=[None, "mine"][i % 2]) for i, own in enumerate(PARAMS)]
+    results = []
+    for speculation in (None, "suffix"):
+        with make(speculation=speculation, max_adapters=2) as llm:
+            llm.load_adapter("mine", tensors, alpha=16)
+            results.append(run(llm, params=params))
+    assert_equal(results[1], results[0])
+
+
+def test_it_sleeps_and_takes_new_weights(llm: LLM, expected: list[RequestOutput]) -> None:
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.load_weights(BUNDLED_MODEL)
+    assert_equal(run(llm), expected)
+
+
+def test_a_step_that_is_interrupted_leaves_nothing(llm: LLM, expected: list[RequestOutput]) -> None:
+    stream = llm.stream(PROMPTS, PARAMS)
+    for _ in range(10):
+        next(stream)
+    stream.close()
+    assert llm.engine.is_finished
+    assert_equal(run(llm), expected)
+
+
+class GuessesBad:
+    """Guesses tokens behind which logits are NaN."""
+
+    def propose(self, rows: Any, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = len(rows.slots), most
+        return torch.full(shape, BAD, dtype=torch.int32), torch.full(shape[:1], most, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_fault_behind_a_guess_is_nobodys(folder: str, rows: int) -> None:  # noqa: F811
+    params = [greedy(20, ignore_eos=True), SamplingParams(seed=1, max_tokens=20), greedy(12)]
+    with (
+        LLM(folder, **OPTIONS) as alone,
+        LLM(folder, **OPTIONS | {"max_num_seqs": rows}, speculation=GuessesBad()) as llm,
+    ):
+        assert_equal(run(llm, GOOD, params), run(alone, GOOD, params))
+
+
+def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
+    """BAD is drawn in a step that also verifies what follows; its row ends with it."""
+    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={BAD: 1e9})
+    with LLM(folder, **OPTIONS, speculation=GuessesBad()) as llm:
+        good, bad = run(llm, GOOD[:2], [greedy(20, ignore_eos=True), params])
+    assert (len(good.token_ids), good.finish_reason) == (20, "length")
+    assert (bad.token_ids, bad.finish_reason) == ([BAD], "error")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"speculation": "draft"},
+            "speculation='draft': nanoinfer has no such drafter yet; 'auto' or 'suffix' guesses",
+        ),
+        ({"speculation": "ngram"}, "speculation='ngram': must be one of 'auto', 'suffix', None, or an object with"),
+        ({"speculation": 3}, "speculation=3: must be one of"),
+        ({"max_guesses": 0}, "max_guesses=0: must be an integer from 1 to 15"),
+        ({"max_guesses": 16}, "max_guesses=16: must be an integer from 1 to 15"),
+        (
+            {"speculative_config": {"method": "eagle3"}},
+            r"speculative_config=.*: its method must be 'ngram' or 'suffix'",
+        ),
+        ({"speculative_config": "suffix"}, "speculative_config='suffix': must be a mapping"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_is_said_at_once(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(BUNDLED_MODEL, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("lfm2", {}, "must be left out for this model: some of its layers keep a state"),
+        ("qwen3moe", {"routed_experts": True}, "must be left out with routed_experts=True"),
+    ],
+)
+def test_models_that_cannot_say_so(family: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    build(CASES[family], tmp_path)
+    with pytest.raises(ValueError, match=f"^speculation='auto': {message}"):
+        Config(str(tmp_path), speculation="auto", **options)
+
+
+def test_vllms_names_work() -> None:
+    with make(speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}) as llm:
+        assert (llm.config.speculation, llm.config.max_guesses) == ("suffix", 5)
+    assert Config(BUNDLED_MODEL).speculation is None

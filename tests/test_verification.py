@@ -1,0 +1,350 @@
+"""Steps that verify guesses give the tokens of plain steps, whatever the guesses are; driven without a scheduler."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import HAS_CUDA
+from torch import Tensor
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.drafting.drafter import RowTexts
+from nanoinfer.kernels.drafting.accept import NOTHING
+from nanoinfer.runner.cuda_graphs import DecodeKind, graph_batch_sizes, sizes_by_kind
+from nanoinfer.runner.drafting.sizes import MOST_TOKENS, most_tokens, verify_sizes
+from nanoinfer.runner.drafting.texts import num_texts
+from nanoinfer.runner.message import (
+    ChunkMessage,
+    DecodeMessage,
+    DraftingMessage,
+    JoinMessage,
+    LogitsMessage,
+    PrefillMessage,
+)
+from nanoinfer.runner.trials import Trials
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MakeLLM = Callable[..., LLM]
+MOST, TOKENS, BLOCKS = 4, 24, 8
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 6,
+    "max_model_len": 128,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 6 * BLOCKS,
+    "max_guesses": MOST,
+}
+PROMPTS = [[7], list(range(20, 60)), [5, 6] * 10, [11, 12], [40] * 17, [7]]
+TEMPERATURES = [0.0, 1.0, 0.6, 0.0, 0.9, 0.0]
+MODES = ["right", "wrong", "alternating", "right, then wrong", "too many", "no tokens", "none"]
+
+
+@dataclass
+class Scripted:
+    """A Drafter that knows how the texts go on, and says so, or does not."""
+
+    mode: str
+    texts: list[list[int]] = field(default_factory=list)  # by slot
+
+    def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
+        guesses, counts = torch.zeros(len(rows.slots), most, dtype=torch.int32), []
+        for row, slot in enumerate(rows.slots.tolist()):
+            known = int(rows.lengths[slot])
+            own = self.change(self.texts[slot][known : known + most] if slot >= 0 else [], known, most)
+            guesses[row, : len(own)] = torch.tensor(own)
+            counts.append(len(own))
+        return guesses, torch.tensor(counts, dtype=torch.int32)
+
+    def change(self, right: list[int], known: int, most: int) -> list[int]:
+        wrong = [0 if token else 255 for token in right]
+        match self.mode:
+            case "wrong":
+                return wrong
+            case "alternating":
+                return right if known % 2 else wrong
+            case "right, then wrong":
+                return right[:2] + wrong[2:]
+            case "no tokens":
+                return [*right[:1], *[10**6, -1, *right][: len(right) - 1]]
+            case "too many":
+                return (right + [1] * most)[:most]
+        return [] if self.mode == "none" else right
+
+
+class Host:
+    """Tells a runner what to do, as the engine does. Each row has all of its blocks from the start."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.runner = llm.engine.ranks.runner
+        self.tokens: list[list[int]] = []  # that each row has got
+        self.slots: list[int] = []
+
+    def join(
+        self,
+        slots: list[int],
+        ends: list[int],
+        settings: dict[int, SamplingParams] | None = None,
+        members: dict[int, list[int]] | None = None,
+    ) -> None:
+        """Let sequences of PROMPTS join, whose numbers are those of their texts' slots; members: of the only group."""
+        chunks, joins, settings, members = [], [], settings or {}, members or {}
+        for number, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+            tables = [[slot * BLOCKS + block for block in range(BLOCKS)]]
+            tokens = array("i", PROMPTS[slot])
+            chunks.append(ChunkMessage(tokens, 0, tables))
+            drafting = None
+            if self.runner.verify_sizes:
+                drafting = DraftingMessage(tokens, slot, end, max(members, default=-1), slot not in settings)
+            logits = None
+            if slot in settings:
+                logits = LogitsMessage(settings[slot], array("i"), len(tokens), (), 0)
+            joins.append(JoinMessage(number, tables, TEMPERATURES[slot], slot, logits, drafting=drafting))
+        first = self.runner.call("run", PrefillMessage([], len(self.slots), chunks, joins, members=members))
+        assert first is not None
+        self.tokens += [[token] for token in first.wait()]
+        self.slots += slots
+
+    def plain(self, moves: list[tuple[int, int]] | None = None) -> None:
+        message = DecodeMessage(moves or [], len(self.slots), [], 128)
+        pending = self.runner.call("run", message)
+        assert pending is not None
+        for own, token in zip(self.tokens, pending.wait(), strict=True):
+            own.append(token)
+
+    def verify(self, guesses: int) -> list[tuple[int, int]]:
+        """Run a verifying step; returns how many tokens each row kept, and how many guesses it had."""
+        pending = self.runner.call("run", DecodeMessage([], len(self.slots), [], 128, guesses=guesses))
+        assert pending is not None
+        told = []
+        for own, (*tokens, proposed) in zip(self.tokens, pending.wait(), strict=True):
+            kept = [token for token in tokens if token != NOTHING]
+            assert tokens == kept + [NOTHING] * (MOST + 1 - len(kept))
+            own += kept
+            told.append((len(kept), proposed))
+        return told
+
+    def leave(self, row: int) -> list[tuple[int, int]]:
+        """Take a row away, and return the moves that the next message must have."""
+        last = len(self.slots) - 1
+        rows: list[Any]
+        for rows in (self.tokens, self.slots):
+            rows[row] = rows[last]
+            rows.pop()
+        return [(last, row)] if row < last else []
+
+
+@cache
+def expected(deterministic: bool) -> list[list[int]]:
+    """What plain steps generate behind each prompt."""
+    with LLM(BUNDLED_MODEL, deterministic=deterministic, **OPTIONS) as llm:
+        host = Host(llm)
+        host.join(list(range(len(PROMPTS))), [128] * len(PROMPTS))
+        for _ in range(TOKENS + 8):
+            host.plain()
+    return host.tokens
+
+
+def make_host(make_llm: MakeLLM, mode: str = "right", deterministic: bool = False, **options: Any) -> Host:
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected(deterministic), strict=True)]
+    llm = make_llm(speculation=Scripted(mode, texts), deterministic=deterministic, **{**OPTIONS, **options})
+    return Host(llm)
+
+
+def ends_of(slots: list[int], tokens: int = TOKENS) -> list[int]:
+    return [len(PROMPTS[slot]) + tokens for slot in slots]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_get_the_tokens_of_plain_steps_up_to_their_ends(mode: str, deterministic: bool, make_llm: MakeLLM) -> None:
+    host, rng = make_host(make_llm, mode, deterministic), random.Random(0)
+    slots = list(range(len(PROMPTS)))
+    ends = [end - slot for slot, end in enumerate(ends_of(slots))]
+    host.join(slots, ends)
+    for _ in range(4):
+        host.plain()
+        host.verify(rng.choice([1, 6, 20]))
+    for _ in range(TOKENS):
+        host.verify(20)
+    for slot, own in enumerate(host.tokens):
+        assert own == expected(deterministic)[slot][: TOKENS - slot]
+    assert host.verify(20) == [(0, 0)] * len(slots)  # all have ended
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU; the next test has its graphs")
+def test_empty_places_change_nothing(make_llm: MakeLLM) -> None:
+    """Where kernels are interpreted, steps have all places, as a GPU's graphs have."""
+    host = make_host(make_llm, "alternating", attention_backend="triton")
+    host.join([0, 1, 3], [len(PROMPTS[0]) + 3, 128, 128])
+    told = [host.verify(guesses) for guesses in (12, 2, 12)]
+    for slot, own in zip(host.slots, host.tokens, strict=True):
+        assert own == expected(False)[slot][: len(own)]
+    assert told[2][0] == (0, 0)  # has ended
+    assert told[0] == [(1, 1), (5, 4), (5, 4)]  # limits count only where places do not suffice
+
+
+def test_two_ranks_verify_alike(make_llm: MakeLLM) -> None:
+    host = make_host(make_llm, "right, then wrong", tensor_parallel_size=2)
+    host.join([0, 1, 2, 3], ends_of([0, 1, 2, 3]))
+    host.plain()
+    for _ in range(TOKENS):
+        host.verify(12)
+    for slot, own in enumerate(host.tokens):
+        assert own == expected(False)[slot][:TOKENS]
+    assert len(host.runner.call("time_steps")) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=repr)
+def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: MakeLLM) -> None:
+    on_gpu = {**OPTIONS, **options, "device": "cuda", "dtype": "float32"}
+    slots = list(range(len(PROMPTS)))
+    plain, host = Host(make_llm(**on_gpu)), Host(make_llm(**on_gpu, speculation="suffix"))
+    assert host.runner.call("time_steps").keys() >= {(1, 0), (1, 2), (1, 4), (6, 0), (6, 24)}
+    for one in (plain, host):
+        one.join(slots, [128] * len(slots))
+    for _ in range(60):
+        plain.plain()
+    for step in range(12):
+        host.plain() if step % 4 == 3 else host.verify(24)
+    assert max(map(len, host.tokens)) > 13
+    for own, right in zip(host.tokens, plain.tokens, strict=True):
+        assert own[:61] == right[: len(own)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda guesses, counts: (guesses[:, :2], counts), r"guesses of torch.int32 and shape \[1, 4\] on cpu, not of"),
+        (lambda guesses, counts: (guesses, counts.long()), "counts of torch.int32 .*, not of torch.int64"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], told: str, make_llm: MakeLLM) -> None:
+    host = make_host(make_llm)
+    host.join([0], [128])
+    drafter = host.runner.steps.verifier._drafter
+    host.runner.steps.verifier._drafter = SimpleNamespace(propose=lambda *args: change(*drafter.propose(*args)))
+    with pytest.raises(ValueError, match=told):
+        host.verify(4)
+
+
+def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeLLM) -> None:
+    host = make_host(make_llm)
+    host.join([0, 1], [128, 128])
+    assert host.verify(8) == [(3, 2), (3, 2)]
+    assert host.verify(8) == [(5, 4), (5, 4)]
+    assert host.verify(5) == [(4, 3), (3, 2)]  # the places suffice for no more
+    host.runner.steps.verifier._drafter.mode = "right, then wrong"
+    assert host.verify(8) == [(3, 4), (3, 4)]
+    assert host.verify(8) == [(3, 3), (3, 3)]
+    host.runner.steps.verifier._drafter.mode = "wrong"
+    assert host.verify(8) == [(1, 3), (1, 3)]
+    assert host.verify(8) == [(1, 1), (1, 1)]
+
+
+def test_rows_move_and_join_with_their_texts(make_llm: MakeLLM) -> None:
+    host = make_host(make_llm)
+    host.join([0, 1, 2], [128] * 3)
+    host.verify(12)
+    host.plain(host.leave(0))
+    host.verify(12)
+    host.join([3, 4], [128] * 2)
+    told = host.verify(12)
+    assert [proposed for _, proposed in told] == [4, 4, 2, 2]
+    for slot, own in zip(host.slots, host.tokens, strict=True):
+        assert own == expected(False)[slot][: len(own)]
+
+
+def test_a_row_that_wants_more_is_drawn_again(make_llm: MakeLLM) -> None:
+    """The others' guesses are verified beside it, and steps of both kinds know its tokens."""
+    settings = {1: SamplingParams(top_k=2, temperature=1.0, logprobs=0)}
+    plain = Host(make_llm(**OPTIONS))
+    plain.join([0, 1, 2], [128] * 3, settings)
+    for _ in range(8):
+        plain.plain()
+    host = make_host(make_llm)
+    host.join([0, 1, 2], [128] * 3, settings)
+    for step in range(4):
+        host.plain()
+        assert [proposed > 0 for _, proposed in host.verify(12)] == [True, False, step < 4]
+    assert host.tokens[1] == plain.tokens[1]
+    assert host.tokens[1] != expected(False)[1][:9]
+    texts = host.runner.steps.verifier.texts
+    assert texts.tokens[1, 40:48].tolist() == host.tokens[1][:8]
+
+
+def test_a_text_of_the_group_is_found_again_when_its_sequence_has_ended(make_llm: MakeLLM) -> None:
+    host = Host(make_llm(speculation="suffix", **OPTIONS))
+    host.join([0], [128], members={3: [0]})
+    for _ in range(12):
+        host.plain()
+    host.leave(0)
+    host.join([5], [128], members={3: [0, 5]})  # the same prompt, at temperature 0, too
+    host.plain()
+    host.plain()
+    assert host.verify(8) == [(3, 2)]
+    assert host.verify(8) == [(5, 4)]
+    assert host.tokens[0] == expected(False)[0][: len(host.tokens[0])]
+
+
+def test_times_of_steps_leave_nothing_behind(make_llm: MakeLLM) -> None:
+    host = Host(make_llm(speculation="suffix", **OPTIONS))
+    times = host.runner.call("time_steps")
+    assert {(1, 0), (1, 2)} <= set(times) <= {(1, 0), (1, 2), (1, 4), (4, 0), (4, 8), (4, 16)}
+    assert min(times.values()) > 0
+    batch = host.runner.steps.batch
+    assert batch.positions.tolist() == batch.drafting.texts.tolist() == [-1] * 6
+
+
+def test_steps_are_tried_that_verify(make_llm: MakeLLM) -> None:
+    """A GPU runs these before the first request, to compile their kernels and to measure their memory."""
+    runner = make_llm(speculation="suffix", **OPTIONS, max_num_batched_tokens=64).engine.ranks.runner
+    trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
+    decodes = trials.largest_decodes(runner.verify_sizes)
+    assert decodes == [(6, DecodeKind()), (6, DecodeKind(guesses=24))]
+    for step in trials.largest_prefills():
+        runner.run(step)
+    assert runner.steps.verifier.texts.lengths[:7].tolist() == [11, 11, 11, 11, 10, 10, 0]
+    with torch.inference_mode():
+        for rows, kind in decodes:
+            runner._decode_rows(rows, kind)
+
+
+class TestSizes:
+    @pytest.mark.parametrize(("max_num_seqs", "most"), [(1, 1), (3, 8), (64, 8), (512, 8), (512, 15)])
+    def test_each_number_of_rows_has_places(self, max_num_seqs: int, most: int) -> None:
+        sizes = verify_sizes(max_num_seqs, most)
+        assert {rows for rows, _ in sizes} >= {rows for rows in (1, 2, 4, 8, 16, 32, 64) if rows <= max_num_seqs}
+        assert all(0 < guesses <= rows * most for rows, guesses in sizes)
+        assert most_tokens(sizes) <= MOST_TOKENS
+
+    def test_each_size_has_a_graph_of_each_kind(self) -> None:
+        by_kind = sizes_by_kind(64, may_share=True, may_adapt=True, verifying=verify_sizes(64, 8))
+        verifying = {kind: rows for kind, rows in by_kind.items() if kind.guesses}
+        for has_adapters in (False, True):
+            own = [(rows, kind.guesses) for kind in verifying for rows in verifying[kind] if kind[1] == has_adapters]
+            assert sorted(own) == verify_sizes(64, 8)
+        assert not any(kind.shares for kind in verifying)
+        assert by_kind[DecodeKind()] == graph_batch_sizes(64)
+
+    def test_texts_take_a_small_share_of_the_memory(self) -> None:
+        assert num_texts(512, 32768, 80 << 30) == 1024
+        assert num_texts(512, 32768, 1 << 30) == 512
+        assert num_texts(512, 131072, 6 << 30) == 768
+
+
+def test_an_llm_that_does_not_speculate_has_nothing_of_it(make_llm: MakeLLM) -> None:
+    runner = make_llm(**OPTIONS).engine.ranks.runner
+    assert runner.steps.verifier is runner.steps.batch.drafting is None
+    assert runner.verify_sizes == []
+    assert len(runner.logits) == 6
