@@ -110,6 +110,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def guesses_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests verify guesses on a GPU, too, where LLMs do not yet."""
+    monkeypatch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu", "cuda"))
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The bits of a product may depend on how many threads share it, and two wait long where something else runs."""

@@ -21,7 +21,7 @@ SHARED_BYTES = 232_448  # that a program of an H100 can have
 SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 or 3.9
     "_decode_kernel": 24,
     "_delta_rows_kernel": 48,
-    "_expand_kernel": 16,  # in float32
+    "_expand_kernel": 36,  # in float32, of rank 128
     "_expert_kernel": 48,
     "_go_through_kernel": 84,
     "_group_kernel": 20,

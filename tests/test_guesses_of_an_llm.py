@@ -17,6 +17,7 @@ from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
+from nanoinfer.drafting.options import check_speculating
 
 VOCAB = 2048  # of the bundled model
 SPEECHES = [
@@ -279,6 +280,12 @@ def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
 def test_what_cannot_be_is_said_at_once(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(BUNDLED_MODEL, **wrong)
+
+
+def test_a_gpu_verifies_no_guesses_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"speculation='auto': must be left out on device='cuda'.* device='cpu' can"):
+        check_speculating("auto", "cuda", generates=True, has_states=False, routed_experts=False)
 
 
 @pytest.mark.parametrize(
