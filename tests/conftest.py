@@ -110,10 +110,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def guesses_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def guesses_on_gpus() -> Iterator[None]:
     """Tests verify guesses on a GPU, too, where LLMs do not yet."""
-    monkeypatch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu", "cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu", "cuda"))
+        yield
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ def test_what_cannot_be_is_said_at_once(wrong: dict[str, Any], message: str) -> 
 
 
 def test_a_gpu_verifies_no_guesses_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu",))
     with pytest.raises(ValueError, match=r"speculation='auto': must be left out on device='cuda'.* device='cpu' can"):
         check_speculating("auto", "cuda", generates=True, has_states=False, routed_experts=False)
 

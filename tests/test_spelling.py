@@ -200,4 +200,4 @@ def result_of(llm: LLM, url: str, text: str | None, **settings: Any) -> tuple[di
     line = read_line(json.dumps({"custom_id": "1", "method": "POST", "url": url, "body": body}).encode(), 1)
     job = read_job(line, {}, 0)
     (output,) = llm.generate([job.prompt], job.params, use_tqdm=False)
-    return result_row(job, output, "m", llm)["response"]["body"], output
+    return result_row(job, [output], "m", llm)["response"]["body"], output
