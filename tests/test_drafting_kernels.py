@@ -19,7 +19,7 @@ from nanoinfer.kernels.drafting.accept import (
     accept_guesses_triton,
 )
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference, gather_rows_triton
-from nanoinfer.kernels.drafting.pack import Places, pack_guesses_reference, pack_guesses_triton
+from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_reference, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_reference, propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_last_tokens_triton
 
@@ -106,8 +106,7 @@ def test_the_kernels_propose_as_the_reference(seed: int, rows: int, monkeypatch:
     assert same(on_device(propose_suffixes_triton, *args)[0], propose_suffixes_reference(*args))
 
 
-def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
-    """Return what pack_guesses takes but the number of places: guesses, counts, last tokens, positions and so on."""
+def random_rows(rng: random.Random, rows: int, most: int) -> GuessingRows:
     positions = [rng.choice([-1, *range(20)]) for _ in range(rows)]
     ends = [position + rng.randrange(1, 12) for position in positions]
     limits = [rng.randrange(1, most + 1) for _ in range(rows)]
@@ -116,10 +115,10 @@ def random_rows(rng: random.Random, rows: int, most: int) -> tuple[Tensor, ...]:
     guesses[rng.randrange(rows), rng.randrange(most)] = rng.choice([-1, VOCABULARY])
     last = [rng.randrange(9) for _ in range(rows)]
     may_guess = [int(rng.random() < 0.8) for _ in range(rows)]
-    return guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess))
+    return GuessingRows(guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess)))
 
 
-def wanted_by_hand(args: tuple[Tensor, ...], has_limits: bool) -> list[int]:
+def wanted_by_hand(args: GuessingRows, has_limits: bool) -> list[int]:
     """How many guesses each row would have if there were places for all."""
     wanted = []
     for guesses, count, _, position, end, limit, may_guess in zip(*(x.tolist() for x in args), strict=True):
@@ -133,7 +132,7 @@ def wanted_by_hand(args: tuple[Tensor, ...], has_limits: bool) -> list[int]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int, are_free: bool) -> None:
     args = random_rows(random.Random(seed), 1 + seed, 4)
-    packed = pack_guesses_reference(*args, places, VOCABULARY, are_free)
+    packed = pack_guesses_reference(args, places, VOCABULARY, are_free)
     rows, wanted = len(args[0]), wanted_by_hand(args, has_limits=False)
     if not are_free or sum(wanted) > places:
         wanted = wanted_by_hand(args, has_limits=True)
@@ -154,14 +153,14 @@ def test_guesses_are_packed_in_the_order_of_the_rows(seed: int, places: int, are
 @pytest.mark.parametrize(("places", "are_free"), PLACES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_kernel_packs_as_the_reference(seed: int, places: int, are_free: bool) -> None:
-    args = *random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY, are_free
+    args = random_rows(random.Random(seed), 1 + seed, 1 + seed % 5), places, VOCABULARY, are_free
     assert same(on_device(pack_guesses_triton, *args)[0], pack_guesses_reference(*args))
 
 
 def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Places, AdvancedRows, Tensor]:
     """Return what accept_guesses takes; the draws often are the guesses."""
     args = random_rows(rng, rows, most)
-    places = pack_guesses_reference(*args, 3 * rows, VOCABULARY, False)
+    places = pack_guesses_reference(args, 3 * rows, VOCABULARY, False)
     drawn = [rng.choice([-1, -2, 3]) if rng.random() < 0.1 else rng.randrange(9) for _ in places.tokens]
     for row, (first, count) in enumerate(zip(places.first.tolist(), places.counts.tolist(), strict=True)):
         for i in range(count):

@@ -31,18 +31,26 @@ class Places(NamedTuple):
     counts: Tensor
 
 
-def pack_guesses(
-    guesses: Tensor,
-    counts: Tensor,
-    last_tokens: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    limits: Tensor,
-    may_guess: Tensor,
-    num_places: int,
-    vocab_size: int,
-    are_free: bool,
-) -> Places:
+class GuessingRows(NamedTuple):
+    """What has been proposed for rows, and what limits it. All are int32.
+
+    guesses: [rows, most]; counts: [rows], how many of these a row has
+    last_tokens, positions: [rows], of the last known token; -1: an empty row
+    ends: [rows], a text has at most so many tokens
+    limits: [rows], a step verifies at most so many guesses of a row
+    may_guess: [rows]; 0: it has none
+    """
+
+    guesses: Tensor
+    counts: Tensor
+    last_tokens: Tensor
+    positions: Tensor
+    ends: Tensor
+    limits: Tensor
+    may_guess: Tensor
+
+
+def pack_guesses(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
     """Pack the guesses of all rows into so many places, in the order of the rows.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
@@ -50,30 +58,16 @@ def pack_guesses(
     are fewer places than guesses. If the places do not suffice, all rows have their first guesses before any has later
     ones, because a later guess holds only behind all that come before it.
 
-    guesses: [rows, most] int32; counts: [rows] int32, how many of these a row has proposed
-    last_tokens, positions: [rows] int32, of the last known token; -1: an empty row
-    ends, limits, may_guess: [rows] int32: a text has at most so many tokens; a step verifies at most so many guesses of
-        a row; 0: it has none
     are_free: empty places take as long as others
     """
-    function = pack_guesses_triton if guesses.is_cuda else pack_guesses_reference
-    return function(guesses, counts, last_tokens, positions, ends, limits, may_guess, num_places, vocab_size, are_free)
+    function = pack_guesses_triton if rows.guesses.is_cuda else pack_guesses_reference
+    return function(rows, num_places, vocab_size, are_free)
 
 
-def pack_guesses_reference(
-    guesses: Tensor,
-    counts: Tensor,
-    last_tokens: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    limits: Tensor,
-    may_guess: Tensor,
-    num_places: int,
-    vocab_size: int,
-    are_free: bool,
-) -> Places:
+def pack_guesses_reference(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
     """pack_guesses in torch."""
-    rows, most = guesses.shape
+    guesses, counts, last_tokens, positions, ends, limits, may_guess = rows
+    num_rows, most = guesses.shape
     goes_on = (positions >= 0) & (positions + 1 < ends)
     wanted = torch.minimum(counts, ends - positions - 2).clamp(min=0)
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
@@ -86,43 +80,27 @@ def pack_guesses_reference(
     first, taken = (taken.cumsum(0) - taken).int(), taken.int()
     tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
     placed = torch.cat([positions.where(goes_on, -1), positions.new_full((num_places,), -1)])
-    row_of = torch.cat([torch.arange(rows, dtype=torch.int32), positions.new_zeros(num_places)])
+    row_of = torch.cat([torch.arange(num_rows, dtype=torch.int32), positions.new_zeros(num_places)])
     row, guess = (torch.arange(most) < taken[:, None]).nonzero(as_tuple=True)
-    behind = slice(rows, rows + len(row))  # packed as they are found: row after row
+    behind = slice(num_rows, num_rows + len(row))  # packed as they are found: row after row
     tokens[behind], row_of[behind] = guesses[row, guess], row.int()
     placed[behind] = positions[row] + 1 + guess.int()
     return Places(tokens, placed, row_of, first, taken)
 
 
-def pack_guesses_triton(
-    guesses: Tensor,
-    counts: Tensor,
-    last_tokens: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    limits: Tensor,
-    may_guess: Tensor,
-    num_places: int,
-    vocab_size: int,
-    are_free: bool,
-) -> Places:
+def pack_guesses_triton(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
     """pack_guesses as one launch, of one program."""
-    rows, most = guesses.shape
-    places = [torch.empty(rows + num_places, dtype=torch.int32, device=guesses.device) for _ in range(3)]
-    of_rows = [torch.empty(rows, dtype=torch.int32, device=guesses.device) for _ in range(2)]
-    assert rows <= BLOCK_ROWS, rows
+    num_rows, most = rows.guesses.shape
+    device = rows.guesses.device
+    places = [torch.empty(num_rows + num_places, dtype=torch.int32, device=device) for _ in range(3)]
+    of_rows = [torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2)]
+    assert num_rows <= BLOCK_ROWS, num_rows
     assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
-        guesses,
-        counts,
-        last_tokens,
-        positions,
-        ends,
-        limits,
-        may_guess,
+        *rows,
         *places,
         *of_rows,
-        rows,
+        num_rows,
         num_places,
         vocab_size,
         MOST=most,
@@ -130,7 +108,7 @@ def pack_guesses_triton(
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_PLACES=BLOCK_PLACES,
         ARE_FREE=are_free,
-        **early_launch(guesses),
+        **early_launch(rows.guesses),
     )
     return Places(*places, *of_rows)
 

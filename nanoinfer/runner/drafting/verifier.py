@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.drafting.drafter import Drafter, RowTexts
 from nanoinfer.drafting.suffix import SuffixDrafter
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
-from nanoinfer.kernels.drafting.pack import Places, pack_guesses
+from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -79,7 +79,7 @@ class Verifier:
         proposed, counts = self._drafter.propose(own, self._most)
         _check("guesses", proposed, (num_rows, self._most), batch.device)
         _check("counts", counts, (num_rows,), batch.device)
-        return pack_guesses(
+        guessing = GuessingRows(
             proposed.contiguous(),
             counts.contiguous(),
             batch.last_tokens[:num_rows],
@@ -87,10 +87,8 @@ class Verifier:
             rows.ends[:num_rows],
             rows.limits[:num_rows],
             rows.may_guess[:num_rows],
-            guesses,
-            self._vocab_size,
-            are_free=not self._skips_empty,
         )
+        return pack_guesses(guessing, guesses, self._vocab_size, are_free=not self._skips_empty)
 
     def _accept(self, places: Places, drawn: Tensor) -> None:
         """Keep what holds of the draws of all places, and move the rows on."""
