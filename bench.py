@@ -66,7 +66,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         config = llm.config
         work = recipe.draw(config.description.vocab_size)
         check_fits(work, llm)
-        if args.config and recipe.repeat_rate is not None:
+        if recipe.repeat_rate is not None:
             status.begin("writing weights whose text repeats")
             write_repeating_weights(llm, recipe.repeat_rate)
         status.begin("warming up")
@@ -78,9 +78,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
             llm.generate(first, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         adapters, load_seconds = load_adapters(llm, args.adapters) if args.adapters else ([], None)
         repeats = []
+        llm.reset_stats()
         for index in range(count):
             status.begin(f"repeat {index + 1} of {count}")
             repeats.append(time_repeat(llm, work, index, args.sampling, status, adapters))
+        stats = llm.stats()
         status.begin("measuring the memory's bandwidth and the matrix rate")
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
@@ -119,6 +121,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "load_adapter_seconds": load_seconds,
         "speculation": args.speculation,
         "max_guesses": config.max_guesses,
+        "accepted_tokens": stats.num_accepted_tokens,
+        "tokens_per_decode_row": stats.tokens_per_decode_row,
         "kv_cache_tokens": config.cache_layout.tokens_of(limits.blocks, config.max_model_len),
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -241,6 +245,9 @@ def report(result: dict[str, Any], is_short: bool) -> None:
         f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
         f" {result['tokens_per_second']:,.0f} tok/s"
     )
+    if result["speculation"]:
+        each = f"{result['tokens_per_decode_row']:.2f} tokens a row and decode step"
+        print(f"guesses: {result['accepted_tokens']:,} held in all runs; {each}")
     if result["adapters"]:
         print(
             f"adapters: {result['adapters']} of rank {result['max_adapter_rank']}, in {result['max_adapters']} slots;"
@@ -292,10 +299,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
-    parser.add_argument(
-        "--speculation", choices=["auto", "suffix", "successors"],
-        help="what guesses tokens; successors: what follows in the texts of repeat and rollouts (default: nothing)",
-    )  # fmt: skip
+    drafters = ["auto", "suffix", "successors"]
+    parser.add_argument("--speculation", choices=drafters, help="what guesses tokens (default: nothing does)")
     parser.add_argument("--max-guesses", type=int, default=8, help="for each request and step (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
@@ -316,8 +321,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
     if args.workload and WORKLOADS[args.workload].only_reads and (args.compare or args.adapters or args.weights):
         parser.error(f"--workload {args.workload}: generates nothing, without --compare, --adapters and --weights")
-    repeats = args.workload and WORKLOADS[args.workload].repeat_rate is not None and args.config
-    if (repeats or args.speculation == "successors") and not (repeats and SHAPES[args.config][0][TIED] is False):
+    repeats = args.workload and WORKLOADS[args.workload].repeat_rate is not None
+    if (repeats or args.speculation == "successors") and not (
+        repeats and args.config and not SHAPES[args.config][0][TIED]
+    ):
         parser.error(
             f"--workload {args.workload}, --speculation {args.speculation}: text repeats at a rate with --workload"
             " repeat or rollouts, and a --config whose head is a matrix of its own, such as 8b"

@@ -159,7 +159,12 @@ def test_the_drafter_of_the_benchmark_guesses_successors() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["--workload repeat --config 0.6b", "--speculation successors", "--speculation successors --config 8b"],
+    [
+        "--workload repeat",
+        "--workload repeat --config 0.6b",
+        "--speculation successors",
+        "--speculation successors --config 8b",
+    ],
 )
 def test_text_repeats_where_there_is_a_head_to_change(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
