@@ -7,7 +7,7 @@ from torch import Tensor, empty
 
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses_triton
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_triton
-from nanoinfer.kernels.drafting.pack import GuessingRows, pack_guesses_triton
+from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_triton
 
@@ -24,7 +24,8 @@ def draft_and_accept(rows: int, places: int) -> None:
     texts, lengths, members, row = numbers(1024, WIDTH), numbers(1024), numbers(512, 16), numbers(rows)
     write_last_tokens_triton(texts, lengths, row, row, row)
     proposed = propose_suffixes_triton(texts, lengths, members, row, row, MOST)
-    packed = pack_guesses_triton(GuessingRows(*proposed, *[row] * 5), places, VOCABULARY, are_free=True)
+    packed = Places.room(rows, rows + places, row.device)
+    pack_guesses_triton(GuessingRows(*proposed, *[row] * 5), packed, VOCABULARY, are_free=True)
     columns = RowColumns(numbers(rows, 128), empty(rows), empty(rows, dtype=torch.int64), row, row)
     gather_rows_triton(columns, packed.row_of)
     accepted = AdvancedRows(texts, lengths, row, row, row, row)

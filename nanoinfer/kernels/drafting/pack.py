@@ -20,15 +20,31 @@ class Places(NamedTuple):
     tokens: [places] int32
     positions: [places] int32; -1: an empty place, as those of empty rows and of rows that have their last token
     row_of: [places] int32, whose token it is; 0 in a place that has no guess
+    drawn: [places] int32, the tokens that are drawn behind them
     first: [rows] int32, the place of a row's first guess, counted from behind the rows
     counts: [rows] int32, the row's guesses
+    limits: [rows] int32, how many it might have if there were fewer places than guesses
     """
 
     tokens: Tensor
     positions: Tensor
     row_of: Tensor
+    drawn: Tensor
     first: Tensor
     counts: Tensor
+    limits: Tensor
+
+    @staticmethod
+    def room(num_rows: int, num_tokens: int, device: torch.device) -> Places:
+        """Return Places without a token, for so many rows and for so many tokens."""
+        tokens, positions, row_of, drawn = (torch.zeros(num_tokens, dtype=torch.int32, device=device) for _ in range(4))
+        of_rows = [torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(3)]
+        return Places(tokens, positions.fill_(-1), row_of, drawn, *of_rows)
+
+    def of_size(self, num_rows: int, num_guesses: int) -> Places:
+        """Return the first of these places, as those of a step of this size."""
+        of_tokens = (column[: num_rows + num_guesses] for column in self[:4])
+        return Places(*of_tokens, *(column[:num_rows] for column in self[4:]))
 
 
 class GuessingRows(NamedTuple):
@@ -50,24 +66,25 @@ class GuessingRows(NamedTuple):
     may_guess: Tensor
 
 
-def pack_guesses(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
-    """Pack the guesses of all rows into so many places, in the order of the rows.
+def pack_guesses(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
+    """Pack the guesses of all rows into places, in the order of the rows.
 
     A row has as many guesses as it has proposed, at most its limit, and never one at its last position or behind it.
     A number that is no token id ends its guesses. Where empty places take as long as others, limits count only if there
     are fewer places than guesses. If the places do not suffice, all rows have their first guesses before any has later
     ones, because a later guess holds only behind all that come before it.
 
+    places: of the step's size; get all but what is drawn
     are_free: empty places take as long as others
     """
-    function = pack_guesses_triton if rows.guesses.is_cuda else pack_guesses_reference
-    return function(rows, num_places, vocab_size, are_free)
+    (pack_guesses_triton if rows.guesses.is_cuda else pack_guesses_reference)(rows, places, vocab_size, are_free)
 
 
-def pack_guesses_reference(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
+def pack_guesses_reference(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
     """pack_guesses in torch."""
     guesses, counts, last_tokens, positions, ends, limits, may_guess = rows
     num_rows, most = guesses.shape
+    num_places = len(places.tokens) - num_rows
     goes_on = (positions >= 0) & (positions + 1 < ends)
     wanted = torch.minimum(counts, ends - positions - 2).clamp(min=0)
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
@@ -77,29 +94,29 @@ def pack_guesses_reference(rows: GuessingRows, num_places: int, vocab_size: int,
     level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
     taken, has_more = torch.minimum(wanted, level), wanted > level
     taken += has_more & (has_more.cumsum(0) <= num_places - taken.sum())
-    first, taken = (taken.cumsum(0) - taken).int(), taken.int()
-    tokens = torch.cat([last_tokens, last_tokens.new_zeros(num_places)])
-    placed = torch.cat([positions.where(goes_on, -1), positions.new_full((num_places,), -1)])
-    row_of = torch.cat([torch.arange(num_rows, dtype=torch.int32), positions.new_zeros(num_places)])
+    for column, empty in zip(places[:3], (0, -1, 0), strict=True):
+        column[num_rows:] = empty
+    places.tokens[:num_rows], places.row_of[:num_rows] = last_tokens, torch.arange(num_rows)
+    places.positions[:num_rows] = positions.where(goes_on, -1)
     row, guess = (torch.arange(most) < taken[:, None]).nonzero(as_tuple=True)
     behind = slice(num_rows, num_rows + len(row))  # packed as they are found: row after row
-    tokens[behind], row_of[behind] = guesses[row, guess], row.int()
-    placed[behind] = positions[row] + 1 + guess.int()
-    return Places(tokens, placed, row_of, first, taken)
+    places.tokens[behind], places.row_of[behind] = guesses[row, guess], row.int()
+    places.positions[behind] = positions[row] + 1 + guess.int()
+    places.first.copy_(taken.cumsum(0) - taken)
+    places.counts.copy_(taken)
+    places.limits.copy_(limits)
 
 
-def pack_guesses_triton(rows: GuessingRows, num_places: int, vocab_size: int, are_free: bool) -> Places:
+def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
     """pack_guesses as one launch, of one program."""
     num_rows, most = rows.guesses.shape
-    device = rows.guesses.device
-    places = [torch.empty(num_rows + num_places, dtype=torch.int32, device=device) for _ in range(3)]
-    of_rows = [torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2)]
+    num_places = len(places.tokens) - num_rows
     assert num_rows <= BLOCK_ROWS, num_rows
     assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
         *rows,
-        *places,
-        *of_rows,
+        *places[:3],
+        *places[4:],
         num_rows,
         num_places,
         vocab_size,
@@ -110,7 +127,6 @@ def pack_guesses_triton(rows: GuessingRows, num_places: int, vocab_size: int, ar
         ARE_FREE=are_free,
         **early_launch(rows.guesses),
     )
-    return Places(*places, *of_rows)
 
 
 @triton.jit(do_not_specialize=["rows", "places", "vocab_size"])
@@ -127,6 +143,7 @@ def _pack_kernel(
     row_of_ptr,
     first_ptr,
     taken_ptr,
+    kept_limits_ptr,
     rows,
     places,
     vocab_size,
@@ -153,6 +170,7 @@ def _pack_kernel(
     may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
     wanted = tl.where(goes_on & may_guess, wanted, 0)
     limit = tl.load(limits_ptr + row, mask=mask, other=0)
+    tl.store(kept_limits_ptr + row, limit, mask=mask)
     if ARE_FREE:
         limit = tl.where(tl.sum(wanted) > places, limit, MOST)
     wanted = tl.minimum(wanted, limit)

@@ -16,6 +16,7 @@ from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
 from nanoinfer.runner.memory.plan import total_bytes
 from nanoinfer.runner.message import PrefillMessage
@@ -42,6 +43,8 @@ class Verifier:
         asked = config.speculation
         self._drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
+        most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
+        self._places = Places.room(config.max_num_seqs, most, device)
 
     def update(self, message: PrefillMessage) -> None:
         """Take the texts of the sequences that join with a step, before it runs."""
@@ -65,16 +68,21 @@ class Verifier:
         draw: runs the model over some places, and returns a token for each; logits: where it writes theirs
         """
         self.note(num_rows)
-        places = self._place(num_rows, guesses)
+        places = self.places(num_rows, guesses)
+        self._fill(places)
         if self._skips_empty:
             drawn = _draw_filled(places, draw, logits)
         else:
             drawn = draw(places, Guesses(places.first, places.counts, self._most, self._heads))
-        self._accept(places, drawn)
+        self.accept(places, drawn)
 
-    def _place(self, num_rows: int, guesses: int) -> Places:
-        """Propose guesses for the first rows, and pack them into so many places behind these."""
-        texts, batch, rows = self.texts, self._batch, self._rows
+    def places(self, num_rows: int, guesses: int) -> Places:
+        """Return where the newest step of this size has its places."""
+        return self._places.of_size(num_rows, guesses)
+
+    def _fill(self, places: Places) -> None:
+        """Propose guesses for the first rows, and pack them into places behind these."""
+        texts, batch, rows, num_rows = self.texts, self._batch, self._rows, len(places.first)
         own = RowTexts(texts.tokens, texts.lengths, texts.members, rows.texts[:num_rows], rows.groups[:num_rows])
         proposed, counts = self._drafter.propose(own, self._most)
         _check("guesses", proposed, (num_rows, self._most), batch.device)
@@ -88,10 +96,10 @@ class Verifier:
             rows.limits[:num_rows],
             rows.may_guess[:num_rows],
         )
-        return pack_guesses(guessing, guesses, self._vocab_size, are_free=not self._skips_empty)
+        pack_guesses(guessing, places, self._vocab_size, are_free=not self._skips_empty)
 
-    def _accept(self, places: Places, drawn: Tensor) -> None:
-        """Keep what holds of the draws of all places, and move the rows on."""
+    def accept(self, places: Places, drawn: Tensor) -> None:
+        """Keep what holds of the draws of all places, and move the rows on from where the step has found them."""
         texts, batch, num_rows = self.texts, self._batch, len(places.first)
         columns = self._rows.texts, batch.last_tokens, batch.positions, self._rows.limits
         rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
@@ -118,8 +126,8 @@ def _draw_filled(places: Places, draw: Draw, logits: Tensor) -> Tensor:
     filled = (places.positions >= 0).nonzero()[:, 0]
     if len(filled) == 0:
         return drawn
-    some = Places(places.tokens[filled], places.positions[filled], places.row_of[filled], *places[3:])
-    drawn[filled] = draw(some, None)
+    tokens, positions, row_of = (column[filled] for column in places[:3])
+    drawn[filled] = draw(places._replace(tokens=tokens, positions=positions, row_of=row_of), None)
     if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
         logits[filled] = logits[: len(filled)].clone()
     return drawn
