@@ -89,15 +89,14 @@ class TestKernels:
             tokens = torch.zeros(5, 12, dtype=torch.int32)
             for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
                 tokens[row, : len(prompt) + len(output)] = torch.tensor(prompt + output)
-            flat = [sequence for sequences in own for sequence in sequences] or [[3]]
-            rows = [row for row, sequences in enumerate(own) for _ in sequences] or [0]
+            most = max(1, *map(len, own))
+            flat = [sequence for sequences in own for sequence in (*sequences, *[[]] * (most - len(sequences)))]
             starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
             positions = starts + torch.tensor([len(output) for output in outputs], dtype=torch.int32)
-            sequences = torch.from_numpy(Bans.of(None, flat, 4).sequences).long()
-            args = torch.zeros(5, 4), tokens, positions, starts, torch.tensor(rows), sequences
+            sequences = torch.from_numpy(Bans.of(None, flat, 4).sequences).long().view(5, most, -1)
+            args = torch.zeros(5, 4), tokens, positions, starts, sequences
             changed = ban_sequences(*(arg.to(DEVICE) for arg in args)).cpu()
-            for row, output in enumerate(outputs):
-                here = [sequence for at, sequence in zip(rows, flat, strict=True) if at == row]
+            for row, (here, output) in enumerate(zip(own, outputs, strict=True)):
                 expected = {s[-1] for s in here if (output[-len(s) + 1 :] if len(s) > 1 else []) == s[:-1]}
                 assert set(changed[row].isneginf().nonzero().flatten().tolist()) == expected
 
@@ -124,10 +123,9 @@ class TestKernels:
         tokens, logits = torch.randint(6, (8, 7)), torch.randn(8, 6)
         sequences = [[2], [1, 3], [4, 4, 5], [0, 1, 2, 3]]
         expected = NoBadWordsLogitsProcessor(sequences, eos_token_id=7)(tokens, logits)
-        rows = torch.arange(8).repeat_interleave(4)
-        packed = torch.from_numpy(Bans.of(None, sequences, 6).sequences).long().repeat(8, 1)
+        packed = torch.from_numpy(Bans.of(None, sequences, 6).sequences).long().repeat(8, 1, 1)
         full, none = torch.full((8,), 7, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-        assert torch.equal(ban_sequences(logits, tokens.int(), full, none, rows, packed), expected)
+        assert torch.equal(ban_sequences(logits, tokens.int(), full, none, packed), expected)
 
 
 class TestDraws:

@@ -22,6 +22,7 @@ from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference,
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_reference, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_reference, propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_last_tokens_triton
+from nanoinfer.runner.logits.lines import find_lines, number_lines
 
 WIDTH, SLOTS, MEMBERS, VOCABULARY = 64, 6, 3, 9
 SEEDS = range(8)
@@ -164,6 +165,27 @@ def test_the_kernel_packs_as_the_reference(seed: int, places: int, are_free: boo
     _, copies = on_device(pack_guesses_triton, *args)
     pack_guesses_reference(*args)
     assert same(copies, list(args))
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_that_are_drawn_again_have_a_line_behind_each_of_their_tokens(seed: int, has_all: bool) -> None:
+    rng, rows, most = random.Random(seed), 1 + seed, 4
+    args, places = random_rows(rng, rows, most), room(rows, 7 + seed)
+    pack_guesses_reference(args, places, VOCABULARY, False)
+    own = sorted(rng.sample(range(rows), 1 + seed // 2))
+    at, which = find_lines(places, torch.tensor(own), most, has_all)
+    counts = places.counts.tolist()
+    expected = [
+        (number, place)
+        for number, row in enumerate(own)
+        for place in (row, *range(rows + int(places.first[row]), rows + int(places.first[row]) + counts[row]))
+    ]
+    lines = list(zip(which.tolist(), at.tolist(), strict=True))
+    assert [(number, lines[line][1]) for number, line in number_lines(own, counts)] == expected
+    assert [lines[line][0] for _, line in number_lines(own, counts)] == [number for number, _ in expected]
+    assert len(lines) == (len(own) + min(7 + seed, most * len(own)) if has_all else len(expected))
+    assert set(lines[len(expected) :]) <= {(0, own[0])}
 
 
 def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Places, AdvancedRows, Tensor]:

@@ -18,6 +18,8 @@ from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.drafting.options import check_speculating
+from nanoinfer.runner.logits import processor_group
+from nanoinfer.runner.logits.lines import find_lines
 
 VOCAB = 2048  # of the bundled model
 SPEECHES = [
@@ -43,6 +45,10 @@ SETTINGS = [
             {"stop": "o"},
             {"detokenize": False},
             {"kept_tokens": True, "top_p": 0.9},
+            {"kept_tokens": True, "logprobs": 1, "frequency_penalty": 0.4, "top_k": 30},
+            {"allowed_token_ids": list(range(3, 1200)), "logprobs": 70},
+            {"bad_words": ["the", " of", " my lord"], "top_p": 0.8},
+            {"min_tokens": 9, "logit_bias": {2: 4.0, 14: -2.0}, "logprobs": 0},
         ]
     )
 ]
@@ -53,6 +59,17 @@ PROMPTS = [SPEECHES[i % len(SPEECHES)] for i in range(len(PARAMS))]
 def make(**options: Any) -> LLM:
     shape = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16, "use_tqdm": False}
     return LLM(BUNDLED_MODEL, **{**shape, "num_kvcache_blocks": 300, **options})
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Check that outputs are equal, up to rounding, the tokens that could be drawn included."""
+    assert_equal(outputs, expected)
+    for output, wanted in zip(outputs, expected, strict=True):
+        for sample, own in zip(output.samples, wanted.samples, strict=True):
+            assert (sample.kept_tokens is None) == (own.kept_tokens is None)
+            kept, wanted_kept = sample.kept_tokens or [], own.kept_tokens or []
+            assert [count for count, _ in kept] == [count for count, _ in wanted_kept]
+            assert [mass for _, mass in kept] == pytest.approx([mass for _, mass in wanted_kept], abs=1e-4)
 
 
 def run(llm: LLM, prompts: list[Any] = PROMPTS, params: Any = PARAMS) -> list[RequestOutput]:
@@ -95,12 +112,13 @@ SPREAD: dict[str, dict[str, Any]] = {
     "tight": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 5, "max_guesses": 15},
     "one row": {"max_num_seqs": 1, "max_guesses": 1},
     "two ranks": {"tensor_parallel_size": 2, "max_guesses": 3},
+    "all lines": {},  # are drawn again, as on a GPU, which does not wait for their number
     "two replicas": {"data_parallel_size": 2, "max_num_seqs": 4},
 }
 TOGETHER = [
     *[(drafter, "roomy") for drafter in DRAFTERS],
-    ("right", "tight"),
-    *[("suffix", spread) for spread in SPREAD if spread != "roomy"],
+    *[("right", spread) for spread in ("tight", "all lines")],
+    *[("suffix", spread) for spread in SPREAD if spread not in ("roomy", "all lines")],
     *whole_only([("auto", spread) for spread in SPREAD if spread != "roomy"]),
     *whole_only([("alternating", "tight"), ("right", "one row"), ("random", "two ranks"), ("right", "two replicas")]),
 ]
@@ -108,11 +126,17 @@ TOGETHER = [
 
 @pytest.mark.parametrize(("drafter", "spread"), TOGETHER)
 def test_results_are_those_without(
-    drafter: str, spread: str, expected: list[RequestOutput], known: list[list[int]]
+    drafter: str,
+    spread: str,
+    expected: list[RequestOutput],
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if spread == "all lines":
+        monkeypatch.setattr(processor_group, "find_lines", lambda *how: find_lines(*how[:-1], True))
     with make(speculation=DRAFTERS[drafter](known), **SPREAD[spread]) as llm:
         outputs = run(llm)
-        assert_equal(outputs, expected)
+        assert_same(outputs, expected)
         assert_counts(llm, outputs)
 
 
@@ -125,6 +149,31 @@ def assert_counts(llm: LLM, outputs: list[RequestOutput]) -> None:
     assert all(sample.num_accepted_tokens <= sample.num_proposed_tokens for sample in samples)
     rows = stats.num_decode_tokens - stats.num_accepted_tokens
     assert stats.tokens_per_decode_row == pytest.approx(stats.num_decode_tokens / rows)
+
+
+WISHES = [
+    {"logprobs": 0},
+    {"logprobs": 3, "top_p": 0.9},
+    {"top_k": 5, "min_p": 0.01},
+    {"logit_bias": {14: 1.0}, "allowed_token_ids": list(range(1500))},
+    {"bad_words": ["Rom"]},
+    {"min_tokens": 30},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    {"kept_tokens": True, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_rows_that_want_more_than_a_temperature_guess(mode: str) -> None:
+    params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True, **wish) for i, wish in enumerate(WISHES)]
+    prompts = SPEECHES[:1] * len(params)
+    with make(logprobs_mode=mode) as alone:
+        wanted = run(alone, prompts, params)
+    known = [output.prompt_token_ids + output.token_ids for output in wanted]
+    with make(logprobs_mode=mode, speculation=Prophet(known)) as llm:
+        outputs = run(llm, prompts, params)
+    assert_same(outputs, wanted)
+    assert min(output.num_accepted_tokens for output in outputs) >= 20
 
 
 def test_guesses_that_hold_save_steps(plain: LLM) -> None:
@@ -184,11 +233,14 @@ def test_outputs_of_earlier_calls_are_guesses(plain: LLM) -> None:
 
 
 def test_bits_are_those_without_if_sums_have_one_order() -> None:
-    prompts, params = PROMPTS[12:18], [replace(own, max_tokens=8) for own in PARAMS[12:18]]
+    some = [1, 2, 5, 12, 14, 18, 21, 22, 24, 25]
+    prompts, params = [PROMPTS[i] for i in some], [replace(PARAMS[i], max_tokens=8) for i in some]
     with make(deterministic=True) as alone:
         wanted = run(alone, prompts, params)
-    with make(deterministic=True, speculation="suffix") as llm:
+    known = [output.prompt_token_ids + sample.token_ids for output in wanted for sample in output.samples]
+    with make(deterministic=True, speculation=Prophet(known)) as llm:
         outputs = run(llm, prompts, params)
+    assert sum(output.num_accepted_tokens for output in outputs) > 20
     assert [output.samples for output in map(without_counts, outputs)] == [own.samples for own in wanted]
 
 

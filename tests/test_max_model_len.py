@@ -423,7 +423,7 @@ class TestTokenHistory:
         for step in range(1040):
             positions = torch.tensor([2 + step, 5 + step], dtype=torch.int32)
             history.write(rows, positions, torch.tensor([100 + step, 200 + step], dtype=torch.int32))
-            history.step()
+            history.step(1, 2000)
         first, second = history.of(rows).tolist()
         assert first[:1042] == [7, 8, *range(100, 1140)]
         assert second[:1045] == [1, 2, 3, 4, 5, *range(200, 1240)]

@@ -160,8 +160,9 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
     expected = definition(logits.double(), params, tokens)
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
-    group = LogitsProcessorGroup({0: wants(params, tokens)}, True, torch.device("cpu"))
-    allowed = group.forbid(group.penalize(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
+    group = LogitsProcessorGroup({0: wants(params, tokens)}, True, 64, torch.device("cpu"))
+    known = positions[:1], torch.tensor([[*tokens, 0, 0]])
+    allowed = group.forbid(group.penalize(logits[None], *known), *known)
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
     allowed = group.filter(allowed, temperatures[:1])
     cutoff = group.find_cutoff(allowed, temperatures[:1])

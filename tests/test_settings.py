@@ -42,7 +42,7 @@ def keep_top_n_sigma(logits: Tensor, temperatures: Tensor, sigmas: Tensor) -> Te
 
 def make_even_bonus(messages: list[LogitsMessage], device: torch.device) -> Change:
     bonuses = torch.tensor([[message.params.even_bonus] for message in messages], device=device)
-    return lambda logits, positions, tokens: logits + bonuses * (torch.arange(logits.shape[1]) % 2 == 0)
+    return lambda logits, positions, tokens, rows: logits + bonuses[rows] * (torch.arange(logits.shape[1]) % 2 == 0)
 
 
 @pytest.fixture

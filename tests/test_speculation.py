@@ -35,6 +35,7 @@ from nanoinfer.runner.message import DecodeMessage, DraftingMessage, JoinMessage
 
 MOST_GUESSES = 3
 WRONG = -7  # a guess that does not hold
+FORM = {"choice": ["a"]}  # who has one may not guess
 
 
 class Places(Budget):
@@ -79,7 +80,7 @@ def decode(step: Step | None) -> tuple[list[Sequence], int]:
 class TestScheduler:
     def test_a_step_that_verifies_has_blocks_for_all_guesses_and_for_no_more_than_the_end(self) -> None:
         sched = scheduler(Places(8))
-        far, near, alone = sequence(3, 20), sequence(3, 3), sequence(3, 20, top_k=2)
+        far, near, alone = sequence(3, 20), sequence(3, 3), sequence(3, 20, structured_outputs=FORM)
         started(sched, far, near, alone)
         step = sched.schedule(in_flight=False)
         assert decode(step) == ([far, near, alone], 8)
@@ -443,7 +444,7 @@ def serve(sched: SpeculatingScheduler, depth: int, requests, rng: random.Random)
         pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
         if most and rng.random() < 0.2:
             for seq in pending[-1]:
-                seq.params = SamplingParams(top_k=2, max_tokens=most)
+                seq.params = SamplingParams(structured_outputs=FORM, max_tokens=most)
     seqs, in_flight = list(chain(*pending)), deque()
 
     def read_back() -> None:

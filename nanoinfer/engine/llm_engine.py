@@ -19,7 +19,7 @@ from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.engine.record import record_extras
+from nanoinfer.engine.record import record_extras, record_verified
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
@@ -249,10 +249,12 @@ class LLMEngine:
             draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
             faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_images(done.step)
             failed = self._fail(faulty | without_numbers(done.step, done.tokens.extras, self.config.dtype))
-            record_extras(done.step, done.seqs, done.tokens.extras)
+            if not done.step.guesses:
+                record_extras(done.step, done.seqs, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, draws.tokens, strict=True))
-        if draws.lasts:
+        if done.step.guesses:
+            record_verified(done.seqs, done.tokens.extras, draws.proposed)
             failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
         done.note_ends([*failed, *ended, *self._advance_matchers(done.guided)], draws, num_dropped)
         self.counters.note_step(result, self.on_step)

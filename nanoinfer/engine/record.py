@@ -32,6 +32,23 @@ def record_extras(step: Step, seqs: list[Sequence], extras: Extras) -> None:
         _record_experts(step, seqs, extras.experts.numpy())
 
 
+def record_verified(seqs: list[Sequence], extras: Extras, proposed: list[int]) -> None:
+    """Give the sequences what they want beside the tokens that a step has given them which verified guesses.
+
+    seqs: those of its rows; proposed: how many guesses each had
+    """
+    for logprobs in extras.logprobs:
+        for row, ids, values, rank in logprobs.entries(proposed):
+            seq = seqs[row]
+            if seq.params.logprobs is not None and len(seq.logprobs) < seq.num_output_tokens:
+                seq.logprobs.append(ids, values, rank)
+    for kept_tokens in extras.kept_tokens:
+        for row, kept in kept_tokens.entries(proposed):
+            seq = seqs[row]
+            if seq.params.kept_tokens and len(seq.kept_tokens) < seq.num_output_tokens:
+                seq.kept_tokens.append(kept)
+
+
 def _record_experts(step: Step, seqs: list[Sequence], taken: ExpertIds) -> None:
     """Give the sequences the experts of their tokens. taken: [tokens, layers, used], of all tokens of the step"""
     if isinstance(step, PrefillStep):

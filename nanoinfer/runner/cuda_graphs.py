@@ -96,7 +96,9 @@ class DecodeGraphs:
         """The most rows that a graph takes."""
         return self.sizes[PLAIN][-1]
 
-    def replay(self, num_rows: int, kind: DecodeKind) -> None:
-        """Run the captured step that covers `num_rows`."""
+    def replay(self, num_rows: int, kind: DecodeKind) -> int:
+        """Run the captured step that covers `num_rows`; returns how many rows it has."""
         sizes = self.sizes[kind]
-        self.graphs[sizes[bisect_left(sizes, num_rows)], kind].replay()
+        size = sizes[bisect_left(sizes, num_rows)]
+        self.graphs[size, kind].replay()
+        return size

@@ -331,19 +331,19 @@ class ModelRunner:
         return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:
-        num_rows, kept = message.num_rows, None
+        num_rows, verifier = message.num_rows, self.steps.verifier
         kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
-        self._run_decode(num_rows, kind, message.max_context_len)
-        if kind.guesses and self.steps.verifier is not None:
-            kept = self.steps.verifier.kept[:num_rows]
-        return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows), kept)
+        size = self._run_decode(num_rows, kind, message.max_context_len)
+        places = verifier.places(size, kind.guesses) if verifier is not None and kind.guesses else None
+        logits = self.logits[: num_rows if places is None else size + kind.guesses]
+        return Launched(slice(0, num_rows), logits, self.steps.extras(num_rows), places)
 
-    def _run_decode(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
-        """Replay a decode step, or launch it if it was not captured."""
+    def _run_decode(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> int:
+        """Replay a decode step, or launch it if it was not captured; returns how many rows it had, empty ones too."""
         if self.graphs is None or rows > self.graphs.largest:
             self._decode_rows(rows, kind, max_context_len)
-        else:
-            self.graphs.replay(rows, kind)
+            return rows
+        return self.graphs.replay(rows, kind)
 
     def check_device(self) -> None:
         """Raise torch.AcceleratorError if a kernel has failed: a rank that waits for no results would not notice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.engine.sequence import Sequence
@@ -20,6 +20,7 @@ class Draws:
     lasts: the fault behind a list's tokens, or NO_FAULT
     num_tokens: in all, those of sequences that have ended included
     num_first: the sequences that get a token and had not ended; num_proposed: the guesses that these had
+    proposed: the guesses of each sequence, if the step verified some
     """
 
     firsts: list[int]
@@ -28,6 +29,7 @@ class Draws:
     num_tokens: int
     num_first: int = 0
     num_proposed: int = 0
+    proposed: list[int] = field(default_factory=list)
 
 
 def read_plain(drawn: list[int]) -> Draws:
@@ -52,4 +54,5 @@ def read_verified(seqs: list[Sequence], drawn: list[list[int]]) -> Draws:
             seq.num_proposed_tokens += proposed
             num_proposed += proposed
             num_first += count > 0
-    return Draws(firsts, tokens, lasts, sum(map(len, tokens)), num_first, num_proposed)
+    each = [row[-1] for row in drawn]
+    return Draws(firsts, tokens, lasts, sum(map(len, tokens)), num_first, num_proposed, each)

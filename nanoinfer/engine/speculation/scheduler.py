@@ -10,7 +10,7 @@ from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import Budget
-from nanoinfer.runner.logits.settings import is_plain
+from nanoinfer.runner.logits.settings import may_guess
 
 
 class SpeculatingScheduler(Scheduler):
@@ -47,9 +47,8 @@ class SpeculatingScheduler(Scheduler):
         end = seq.max_len
         if self.long_from is not None and not seq.is_long:
             end = min(end, self.long_from + 1)  # then it starts again
-        may_guess = is_plain(seq.params) and seq.num_output_tokens >= seq.params.min_tokens
         # The prompt's last chunk gives the first token.
-        seq.ahead = Ahead(end, self._max_guesses if may_guess else 0, num_steps=1, most_tokens=1)
+        seq.ahead = Ahead(end, self._max_guesses if may_guess(seq.params) else 0, num_steps=1, most_tokens=1)
         seq.check_at = self.block_manager.next_end(len(seq))
         super()._start(seq)
 

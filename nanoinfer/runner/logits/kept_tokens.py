@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import at_temperature
+from nanoinfer.runner.logits.lines import Which, number_lines
 from nanoinfer.runner.transfer import to_host
 
 
@@ -18,7 +19,7 @@ class KeptTokens:
 
     counts: [tokens] int32; log_masses: [tokens] float32, the log of the probability that these tokens had together
         before the others were left out
-    keys: for each token, the number of its row in the step
+    keys: the numbers of rows in the step, in the order of their lines
     """
 
     counts: Tensor
@@ -26,22 +27,32 @@ class KeptTokens:
     keys: list[int]
 
     @staticmethod
-    def of(penalized: Tensor, kept: Tensor, temperatures: Tensor, rows: Tensor, keys: list[int]) -> KeptTokens:
-        """Compute the KeptTokens of some rows.
+    def of(penalized: Tensor, kept: Tensor, temperatures: Tensor, rows: Which, keys: list[int]) -> KeptTokens:
+        """Compute the KeptTokens of some lines.
 
         penalized: [n, vocabulary] float32, the logits before any token was left out
         kept: [n, vocabulary] float32, as kernels.sampling.distribution makes it
         temperatures: [n]; at temperature 0 the kept token has all the mass
-        rows: [tokens], which of the n rows to return
+        rows: which of the n lines to return
         """
         counts = kept.isneginf().logical_not().sum(dim=1, dtype=torch.int32)
         shares = kept.logsumexp(dim=1) - at_temperature(penalized, temperatures).logsumexp(dim=1)
         return KeptTokens(counts[rows], shares.clamp(max=0).where(temperatures > 0, 0)[rows], keys)
 
+    @staticmethod
+    def joined(parts: list[KeptTokens]) -> KeptTokens:
+        """Put parts of the lines of some rows together; all have the rows' keys."""
+        if len(parts) == 1:
+            return parts[0]
+        counts, log_masses = [part.counts for part in parts], [part.log_masses for part in parts]
+        return KeptTokens(torch.cat(counts), torch.cat(log_masses), parts[0].keys)
+
     def to_host(self) -> KeptTokens:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
         return KeptTokens(to_host(self.counts), to_host(self.log_masses), self.keys)
 
-    def entries(self) -> Iterator[tuple[int, tuple[int, float]]]:
-        """Yield each token's key, and its count and log mass."""
-        yield from zip(self.keys, zip(self.counts.tolist(), self.log_masses.tolist(), strict=True), strict=True)
+    def entries(self, proposed: list[int] | None = None) -> Iterator[tuple[int, tuple[int, float]]]:
+        """Yield the key, count and log mass of each line; proposed: as for number_lines."""
+        counts, log_masses = self.counts.tolist(), self.log_masses.tolist()
+        for place, line in number_lines(self.keys, proposed):
+            yield self.keys[place], (counts[line], log_masses[line])

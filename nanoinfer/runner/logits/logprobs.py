@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs
+from nanoinfer.runner.logits.lines import number_lines
 from nanoinfer.runner.transfer import to_host, upload
 
 FEW = 64  # so many of the most likely tokens cost little more than one
@@ -21,8 +22,9 @@ class LogProbs:
 
     token_ids: [tokens, 1 + most] int32, the token itself first; values: [tokens, 1 + most] float32
     ranks: [tokens] int32, of the token itself
-    counts: for each token, how many of the most likely ones its entry has
-    keys: for each token, the number of its row or chunk in the step
+    counts: for each key, how many of the most likely ones its entries have
+    keys: for each token, the number of its row or chunk in the step; of a verifying step, those of the rows whose lines
+        these are, see number_lines
     """
 
     token_ids: Tensor
@@ -57,13 +59,23 @@ class LogProbs:
             ids = torch.cat([ids, top_ids.int()], dim=1)
         return LogProbs(ids, values, ranks, counts, keys)
 
+    @staticmethod
+    def joined(parts: list[LogProbs]) -> LogProbs:
+        """Put parts of the lines of some rows together; all have the rows' keys."""
+        if len(parts) == 1:
+            return parts[0]
+        token_ids, values = [part.token_ids for part in parts], [part.values for part in parts]
+        ranks = torch.cat([part.ranks for part in parts])
+        return LogProbs(torch.cat(token_ids), torch.cat(values), ranks, parts[0].counts, parts[0].keys)
+
     def to_host(self) -> LogProbs:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
         token_ids, values, ranks = map(to_host, (self.token_ids, self.values, self.ranks))
         return LogProbs(token_ids, values, ranks, self.counts, self.keys)
 
-    def entries(self) -> Iterator[tuple[int, list[int], list[float], int]]:
-        """Yield each token's key, and the fields of its Candidates."""
-        columns = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
-        for key, count, ids, values, rank in zip(self.keys, self.counts, *columns, strict=True):
-            yield key, ids[: count + 1], values[: count + 1], rank
+    def entries(self, proposed: list[int] | None = None) -> Iterator[tuple[int, list[int], list[float], int]]:
+        """Yield each line's key, and the fields of its Candidates; proposed: as for number_lines."""
+        ids, values, ranks = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
+        for place, line in number_lines(self.keys, proposed):
+            width = self.counts[place] + 1
+            yield self.keys[place], ids[line][:width], values[line][:width], ranks[line]

@@ -1,7 +1,8 @@
 """LogitsProcessors: filters, penalties, log-probabilities, masks: all that needs the logits.
 
 The captured step draws for every row by its temperature alone. A row that wants more is drawn again behind that step,
-from logits that are changed as its request wants. The other rows do not notice.
+from logits that are changed as its request wants. The other rows do not notice. Where a step verifies guesses, such a
+row is drawn again behind each of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from nanoinfer.kernels.sampling.distribution import distribution
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.logits.kept_tokens import KeptTokens
+from nanoinfer.runner.logits.lines import Drawn, Lines
+from nanoinfer.runner.logits.logprobs import FEW, LogProbs
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.logits.settings import changes_logits, is_plain, needs_tokens
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS, TokenHistory
@@ -43,6 +47,7 @@ class LogitsProcessors:
         is_processed: bool,
         is_alone: bool = False,
         is_deterministic: bool = False,
+        max_guesses: int = 0,
     ) -> None:
         """Store the shapes.
 
@@ -50,13 +55,15 @@ class LogitsProcessors:
         is_alone: whether each row is drawn by itself
         is_deterministic: whether rows that need torch's own functions are drawn one by one: these functions' bits may
             depend on the number of rows
+        max_guesses: of a row, in a step
         """
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
         self.is_processed = is_processed
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_guesses = max_num_seqs, max_guesses
+        self._most_lines = max_num_seqs * (1 + max_guesses)
         self._is_alone, self._is_deterministic = is_alone, is_deterministic
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._planned_tokens = min(max_model_len, PLANNED_TOKENS)
@@ -91,7 +98,7 @@ class LogitsProcessors:
             del self.wanted[row]
             self._history.drop(row)
         if isinstance(message, DecodeMessage):
-            self._history.step()
+            self._history.step(1 + min(message.guesses, self._max_guesses), message.max_context_len + 1)
 
     def join(self, row: int, message: LogitsMessage) -> None:
         """Add a row that wants more than a temperature."""
@@ -100,57 +107,68 @@ class LogitsProcessors:
         if needs_tokens(message.params):
             self._history.join(row, message.token_ids)
 
-    def redraw(
-        self,
-        first_row: int,
-        logits: Tensor,
-        token_ids: Tensor,
-        temperatures: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        extras: Extras,
-        masks: MaskMessage | None = None,
-    ) -> Tensor:
-        """Draw again for the rows of `wanted`, from first_row on; returns which rows had no token left, [rows] bool.
+    def redraw(self, drawn: Drawn, extras: Extras, masks: MaskMessage | None = None) -> Tensor:
+        """Draw again for the rows of `wanted`, from drawn.first_row on; returns where no token was left, [places] bool.
 
-        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
-        token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
+        drawn: its token_ids are replaced by the new draws
         extras: gets what the rows' requests ask for beside the tokens
         masks: for the guided ones among these rows; None if no row is guided
         """
-        if first_row > 0:
-            groups = self._divide([row for row in self.wanted if row >= first_row])
+        if drawn.first_row > 0:
+            groups = self._divide([row for row in self.wanted if row >= drawn.first_row])
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
         groups_masks = self._upload_masks(masks, [len(group.row_numbers) for group in groups if group.is_guided])
-        none_left = torch.zeros_like(token_ids, dtype=torch.bool)
+        none_left = torch.zeros_like(drawn.token_ids, dtype=torch.bool)
         for group in groups:
-            at = group.row_numbers - first_row
-            group_temperatures, group_positions = temperatures[at], positions[at]
-            some = self.gather(group.select(logits, first_row))
-            penalized = allowed = some
-            if group.needs_float32:
-                some = some.float()
-                history = self._history.of(group.row_numbers) if group.needs_tokens else None
-                penalized = group.penalize(some, group_positions, history)
-                allowed = group.ban(penalized, group_positions, history)
-                allowed = group.forbid(allowed, next(groups_masks) if group.is_guided else None)
-                allowed = group.filter(allowed, group_temperatures)
-            cutoff = group.find_cutoff(allowed, group_temperatures)
-            if group.is_drawn:
-                best, drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)
-                token_ids[at], none_left[at] = drawn, best.isneginf()
-            else:
-                drawn = token_ids[at]
-            if group.needs_tokens:
-                self._history.write(group.row_numbers, group_positions, drawn)
-            if group.asks_kept or (group.asks and self.is_processed):
-                kept = distribution(allowed, group_temperatures, drawn, cutoff)
-                extras.kept_tokens += group.kept_tokens(penalized, kept, group_temperatures, first_row)
-                some = kept if self.is_processed else some
-            extras.logprobs += group.logprobs(some, drawn, first_row)
-        self._count_draw(first_row)
+            lines, told = group.lines(drawn, self._max_guesses), Extras()
+            if group.needs_tokens and drawn.places is not None:
+                at, guessed = lines.places, drawn.places
+                self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
+            own_masks = next(groups_masks) if group.is_guided else None
+            for some in lines.split(group.at_once):
+                self._redraw(group, some, drawn, none_left, told, own_masks)
+            if group.asks:
+                extras.logprobs.append(LogProbs.joined(told.logprobs))
+            if group.asks_kept:
+                extras.kept_tokens.append(KeptTokens.joined(told.kept_tokens))
+        self._count_draw(drawn.first_row)
         return none_left
+
+    def _redraw(
+        self,
+        group: LogitsProcessorGroup,
+        lines: Lines,
+        drawn: Drawn,
+        none_left: Tensor,
+        extras: Extras,
+        masks: Tensor | None,
+    ) -> None:
+        """Draw some lines of a group again; the arguments are those of `redraw`, and what it returns."""
+        numbers, rows, at = group.row_numbers[lines.rows], lines.rows, lines.places
+        temperatures, positions = drawn.temperatures[numbers - drawn.first_row], drawn.positions[at]
+        logits = self.gather(group.select(drawn, lines))
+        penalized = allowed = logits
+        if group.needs_float32:
+            logits = logits.float()
+            history = self._history.of(numbers) if group.needs_tokens else None
+            penalized = group.penalize(logits, positions, history, rows)
+            allowed = group.forbid(penalized, positions, history, rows, masks)
+            allowed = group.filter(allowed, temperatures, rows)
+        cutoff = group.find_cutoff(allowed, temperatures, rows)
+        if group.is_drawn:
+            seeds = drawn.seeds[numbers - drawn.first_row]
+            best, token_ids = draw(allowed, temperatures, seeds, positions, cutoff=cutoff)
+            drawn.token_ids[at], none_left[at] = token_ids, best.isneginf()
+        else:
+            token_ids = drawn.token_ids[at]
+        if group.needs_tokens:
+            self._history.write(numbers, positions, token_ids)
+        if group.asks_kept or (group.asks and self.is_processed):
+            kept = distribution(allowed, temperatures, token_ids, cutoff)
+            extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, drawn.first_row)
+            logits = kept if self.is_processed else logits
+        extras.logprobs += group.logprobs(logits, token_ids, lines, drawn.first_row)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device; sizes: those groups'"""
@@ -178,24 +196,41 @@ class LogitsProcessors:
         return self.tp.gather_features(padded)[:, : self.vocab_size]
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
-        """Put rows that need no logits in float32 in one group, the others in groups that fit the memory.
+        """Put rows that need no logits in float32 in groups, the others in groups that fit the memory.
 
         Guided rows have groups of their own, in ascending order, as their masks come. Rows that are drawn by
         themselves have groups of their own, too; if one of the guided rows is such a row, all of them.
         """
+        rows = sorted(rows)
         alone = {row for row in rows if self._is_drawn_alone(self.wanted[row])}
         in_float32 = [row for row in rows if self._needs_float32(self.wanted[row])]
         plain = sorted(set(rows).difference(in_float32))
-        guided = sorted(row for row in in_float32 if self.wanted[row].params.is_guided)
+        guided = [row for row in in_float32 if self.wanted[row].params.is_guided]
         others = [row for row in in_float32 if not self.wanted[row].params.is_guided]
-        parts = [(part, False) for part in _split(plain, alone, self._max_num_seqs)]
-        parts += [(part, True) for part in _split(others, alone, LOGITS_AT_ONCE)]
-        guided_alone = set(guided) if alone.intersection(guided) else set()
-        parts += [(part, True) for part in _split(guided, guided_alone, LOGITS_AT_ONCE)]
+        if alone.intersection(guided) or len(set(map(self._num_likely, guided))) > 1:
+            alone.update(guided)
+        parts = [(*part, False) for part in self._split(plain, alone, self._most_lines)]
+        parts += [(*part, True) for own in (others, guided) for part in self._split(own, alone, LOGITS_AT_ONCE)]
         return [
-            LogitsProcessorGroup({row: self.wanted[row] for row in part}, needs_float32, self.device)
-            for part, needs_float32 in parts
+            LogitsProcessorGroup({row: self.wanted[row] for row in part}, needs_float32, at_once, self.device)
+            for part, at_once, needs_float32 in parts
         ]
+
+    def _split(self, rows: list[int], alone: set[int], most: int) -> list[tuple[list[int], int]]:
+        """Split rows into those that are alone, and parts of at most so many of the others; each with its at_once.
+
+        Rows with log-probabilities of many tokens, or of all, have parts of their own: others do not pay for these.
+        """
+        together: dict[int, list[int]] = {}
+        for row in rows:
+            if row not in alone:
+                together.setdefault(self._num_likely(row), []).append(row)
+        parts = [(own[start : start + most], most) for own in together.values() for start in range(0, len(own), most)]
+        return [([row], 1) for row in rows if row in alone] + parts
+
+    def _num_likely(self, row: int) -> int:
+        """Return for how many likely tokens a row's group has log-probabilities, at most."""
+        return max(FEW, self.wanted[row].params.logprobs or 0)
 
     def _is_drawn_alone(self, message: LogitsMessage) -> bool:
         """Whether the row is drawn by itself: torch sums for kept_tokens, and selects for log-probabilities."""
@@ -206,10 +241,3 @@ class LogitsProcessors:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
         params = message.params
         return changes_logits(message) or params.kept_tokens or (self.is_processed and params.logprobs is not None)
-
-
-def _split(rows: list[int], alone: set[int], most: int) -> list[list[int]]:
-    """Split rows into those that are alone, and parts of at most so many of the others."""
-    together = [row for row in rows if row not in alone]
-    parts = [together[start : start + most] for start in range(0, len(together), most)]
-    return [[row] for row in rows if row in alone] + parts

@@ -19,14 +19,17 @@ from nanoinfer.bans import NOTHING, Bans
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.kernels.sampling.sequences import ban_sequences
+from nanoinfer.runner.logits.lines import Which
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
 
-Change = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Change = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
 Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 ALL = -1  # 32 tokens that may all be drawn
+MINUS_INFINITY = float("-inf")
+FARTHEST = 2**31 - 1  # no text has so many tokens
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Penalty:
 
     is_set: whether a request asks for it
     make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. Its
-        arguments are the logits, [rows, vocabulary] float32; the positions of the tokens to be drawn, [rows] int32; the
-        tokens so far, [rows, longest] int32, or None. It returns new logits; rows that do not ask keep theirs
+        arguments are the logits, [lines, vocabulary] float32; the positions of the tokens to be drawn, [lines] int32;
+        the tokens so far, [lines, longest] int32, or None; and for which row each line is. It returns new logits; rows
+        that do not ask keep theirs
     needs_tokens: it depends on the tokens so far
     """
 
@@ -66,13 +70,10 @@ class Filter:
 
 
 def _make_bias(messages: list[LogitsMessage], device: torch.device) -> Change:
-    entries = [
-        (row, *entry) for row, message in enumerate(messages) for entry in (message.params.logit_bias or {}).items()
-    ]
-    rows, ids, values = zip(*entries, strict=True)
-    where = upload(array("i", rows), device).long(), upload(array("i", ids), device).long()
-    biases = upload(array("f", values), device)
-    return lambda logits, positions, tokens: logits.index_put(where, biases, accumulate=True)
+    own = [message.params.logit_bias or {} for message in messages]
+    ids = _table([list(biases) for biases in own], device)
+    values = _table([list(biases.values()) for biases in own], device, "f")
+    return lambda logits, positions, tokens, rows: logits.scatter_add(1, ids[rows].long(), values[rows])
 
 
 def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Change:
@@ -80,9 +81,9 @@ def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Cha
     lengths = upload(array("i", [message.num_prompt_tokens for message in messages]), device)
     penalties = [upload(array("f", [getattr(message.params, name) for message in messages]), device) for name in names]
 
-    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None, rows: Which) -> Tensor:
         assert tokens is not None
-        return penalize(logits, tokens, positions, lengths, *penalties)
+        return penalize(logits, tokens, positions, lengths[rows], *(penalty[rows] for penalty in penalties))
 
     return change
 
@@ -92,29 +93,48 @@ def _make_mask(messages: list[LogitsMessage], device: torch.device) -> Change:
     num_words = max(len(mask) for mask in own if mask is not None)
     words = np.concatenate([np.full(num_words, ALL, np.int32) if mask is None else mask for mask in own])
     masks = upload(array("i", words.tobytes()), device).view(len(messages), num_words)
-    return lambda logits, positions, tokens: apply_masks(logits, masks)
+    return lambda logits, positions, tokens, rows: apply_masks(logits, masks[rows])
 
 
 def _make_bans(messages: list[LogitsMessage], device: torch.device) -> Change:
-    own = [(row, bans.sequences) for row, bans in enumerate(_bans_of(messages)) if bans is not None]
-    longest = max(sequences.shape[1] for _, sequences in own)
-    padded = [
-        np.pad(sequences, ((0, 0), (longest - sequences.shape[1], 0)), constant_values=NOTHING) for _, sequences in own
-    ]
-    numbers = np.repeat([row for row, _ in own], [len(sequences) for _, sequences in own]).astype(np.int32)
-    rows = upload(array("i", numbers.tobytes()), device).long()
-    sequences = upload(array("i", np.concatenate(padded).tobytes()), device).long().view(-1, longest)
+    own = {row: bans.sequences for row, bans in enumerate(_bans_of(messages)) if bans is not None}
+    most, longest = (max(sequences.shape[axis] for sequences in own.values()) for axis in (0, 1))
+    packed = np.full((len(messages), most, longest), NOTHING, np.int32)
+    for row, sequences in own.items():
+        packed[row, : len(sequences), longest - sequences.shape[1] :] = sequences
+    sequences_of = upload(array("i", packed.tobytes()), device).long().view(packed.shape)
     starts = upload(array("i", [message.num_prompt_tokens for message in messages]), device)
 
-    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None, rows: Which) -> Tensor:
         assert tokens is not None
-        return ban_sequences(logits, tokens, positions, starts, rows, sequences)
+        return ban_sequences(logits, tokens, positions, starts[rows], sequences_of[rows])
 
     return change
 
 
 def _bans_of(messages: list[LogitsMessage]) -> list[Bans | None]:
     return [message.params.bans for message in messages]
+
+
+def make_min_tokens(messages: list[LogitsMessage], device: torch.device) -> Change:
+    """Return the function that keeps rows from ending before min_tokens, as Penalty.make does."""
+    ids = _table([list(message.suppressed) for message in messages], device)
+    changes = _table([[MINUS_INFINITY] * len(message.suppressed) for message in messages], device, "f")
+    first_ends = [message.num_prompt_tokens + message.params.min_tokens for message in messages]
+    ends = upload(array("i", [min(end, FARTHEST) for end in first_ends]), device)
+
+    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None, rows: Which) -> Tensor:
+        is_early = positions[:, None] < ends[rows, None]
+        return logits.scatter_add(1, ids[rows].long(), changes[rows].where(is_early, 0))
+
+    return change
+
+
+def _table(lists: list[list[Any]], device: torch.device, kind: str = "i") -> Tensor:
+    """Return numbers of each row, [rows, most], as int32 or, of kind "f", as float32; a shorter list goes on with 0."""
+    most = max(map(len, lists))
+    flat = array(kind, [number for own in lists for number in (*own, *[0] * (most - len(own)))])
+    return upload(flat, device).view(len(lists), most)
 
 
 PENALTIES = [
@@ -151,6 +171,11 @@ def is_plain(params: SamplingParams) -> bool:
     """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
     wants_more = changes_of(params) or filters_of(params) or params.is_guided
     return not (wants_more or params.kept_tokens) and params.logprobs is None
+
+
+def may_guess(params: SamplingParams) -> bool:
+    """Whether a step may verify guesses for a request: the masks of a guided one come from the host, token by token."""
+    return not params.is_guided
 
 
 def changes_logits(message: LogitsMessage) -> bool:

@@ -19,11 +19,16 @@ class TokenHistory:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._tokens = torch.empty((max_num_seqs, 0), dtype=torch.int32, device=device)
         self._num_steps = 0
-        self._lengths: dict[int, int] = {}  # by row, less _num_steps; the token that is drawn next counts
+        # By row, less _num_steps, at most; the token that is drawn next counts:
+        self._lengths: dict[int, int] = {}
 
-    def step(self) -> None:
-        """Note that each row gets another token."""
-        self._num_steps += 1
+    def step(self, count: int, longest: int) -> None:
+        """Note that each row gets so many tokens, at most; no row has more than `longest` then."""
+        if count == 1:
+            self._num_steps += 1
+        else:
+            for row, length in self._lengths.items():
+                self._lengths[row] = min(length + count, longest - self._num_steps)
 
     def join(self, row: int, token_ids: array[int]) -> None:
         """Add a row with its tokens so far."""
@@ -45,14 +50,17 @@ class TokenHistory:
             self._tokens = self._tokens[:, :0].clone()  # the memory goes back
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the tokens of these rows, [rows, longest] int32; a row that was never added has any numbers."""
+        """Return the tokens of these rows, [rows, longest] int32; behind its end, a row has any numbers.
+
+        A row that was never added has any, too.
+        """
         return self._tokens[rows, : self._longest]
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Write the tokens drawn for these rows; rows: [rows] int64; positions: [rows], of these tokens."""
+        """Write tokens of these rows; rows: [tokens] int64; positions: [tokens], of these tokens."""
         self._widen()
         last = self._tokens.shape[1] - 1  # a row that is not known may be longer
-        self._tokens[rows, positions.long().clamp(max=last)] = token_ids
+        self._tokens[rows, positions.long().clamp(0, last)] = token_ids
 
     @property
     def _longest(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.transfer import to_host
 
@@ -20,22 +21,23 @@ POLL_SECONDS = 50e-6
 class Launched:
     """A step whose rows have tokens that were drawn by temperature alone.
 
-    first_row: the first of these rows; logits: [rows, this rank's token ids], in the order of the rows
+    rows: these rows in the batch
+    logits: [rows, this rank's token ids], in the order of the rows; of a verifying step, [places, this rank's ids]
     extras: what the step gave so far beside the tokens
-    kept: [rows, max_guesses + 2] int32, what a verifying step has kept: see accept_guesses; None: another step
+    places: of a verifying step; None: another step
     """
 
-    first_row: int
+    rows: slice
     logits: Tensor
     extras: Extras
-    kept: Tensor | None = None
+    places: Places | None = None
 
 
 class PendingTokens:
     """The tokens of a launched step, on their way to the host."""
 
     def __init__(self, token_ids: Tensor, extras: Extras) -> None:
-        """token_ids: [rows] int32, empty when the step samples none, or what a verifying step keeps: Launched.kept."""
+        """token_ids: [rows] int32, empty when the step samples none, or what a verifying step keeps: Verifier.kept."""
         self._host = to_host(token_ids)
         self.extras = extras.to_host()  # to be read after `wait`
         self._event: torch.cuda.Event | None = None

@@ -17,6 +17,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.logits.lines import Drawn
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
@@ -72,6 +73,7 @@ class Steps:
             is_processed=config.logprobs_mode == PROCESSED,
             is_alone=config.is_one_by_one,
             is_deterministic=config.deterministic,
+            max_guesses=0 if drafting is None else config.max_guesses,
         )
 
     @property
@@ -117,14 +119,14 @@ class Steps:
         self.kv_cache.copy_blocks(prompts.copied_blocks)
         self.holdings.states.copy(prompts.copied_states)
         if not message.joins:
-            return Launched(message.num_rows, self.logits[:0], extras)
+            return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
         token_ids = self._sample(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
         self.batch.join(prompts, token_ids)
-        return Launched(message.num_rows, logits, extras)
+        return Launched(slice(message.num_rows, message.num_rows + len(logits)), logits, extras)
 
     def decode_rows(
         self, num_rows: int, max_context_len: int, shares: bool = False, has_adapters: bool = False
@@ -172,23 +174,24 @@ class Steps:
     def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
         """Draw again for the rows that want more than a temperature.
 
-        Returns the step's InputBatch.drawn, [rows]; of a verifying step, Launched.kept.
+        Returns the step's InputBatch.drawn, [rows]; of a verifying step, Verifier.kept.
         """
-        first_row, logits, batch, kept = launched.first_row, launched.logits, self.batch, launched.kept
-        rows = slice(first_row, first_row + len(logits))
-        drawn, token_ids = batch.drawn[rows], batch.last_tokens[rows]
-        if not self.logits_processors.wanted:
-            return drawn if kept is None else kept
+        batch, rows, logits, processors = self.batch, launched.rows, launched.logits, self.logits_processors
+
+        def again(drawn: Drawn) -> Tensor:
+            none_left = processors.redraw(drawn, launched.extras, masks)
+            return drawn.token_ids.masked_fill(none_left, NONE_LEFT)
+
+        if self.verifier is not None and launched.places is not None:
+            if processors.wanted:
+                self.verifier.redraw(launched.places, logits, again)
+            return self.verifier.kept[rows]
+        if not processors.wanted:
+            return batch.drawn[rows]
         # The rows have advanced: batch.positions are those of the drawn tokens.
-        how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
-        none_left = self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
-        redrawn = token_ids.masked_fill(none_left, NONE_LEFT)
-        if kept is None:
-            return drawn.where(drawn < 0, redrawn)
-        # A row with several tokens is not drawn again, and its first is not its last.
-        first = kept[:, 0]
-        first.copy_(first.where((first < 0) | (kept[:, 1] >= 0), redrawn))
-        return kept
+        how = batch.last_tokens[rows], batch.positions[rows], batch.temperatures[rows], batch.seeds[rows]
+        redrawn = again(Drawn(rows.start, logits, *how))
+        return batch.drawn[rows].where(batch.drawn[rows] < 0, redrawn)
 
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""
