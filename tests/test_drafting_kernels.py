@@ -19,10 +19,11 @@ from nanoinfer.kernels.drafting.accept import (
     accept_guesses_triton,
 )
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference, gather_rows_triton
+from nanoinfer.kernels.drafting.lines import find_lines, find_lines_reference, find_lines_triton
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_reference, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_reference, propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_reference, write_last_tokens_triton
-from nanoinfer.runner.logits.lines import find_lines, number_lines
+from nanoinfer.runner.logits.lines import number_lines
 
 WIDTH, SLOTS, MEMBERS, VOCABULARY = 64, 6, 3, 9
 SEEDS = range(8)
@@ -167,25 +168,33 @@ def test_the_kernel_packs_as_the_reference(seed: int, places: int, are_free: boo
     assert same(copies, list(args))
 
 
-@pytest.mark.parametrize("has_all", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_are_drawn_again_have_a_line_behind_each_of_their_tokens(seed: int, has_all: bool) -> None:
-    rng, rows, most = random.Random(seed), 1 + seed, 4
-    args, places = random_rows(rng, rows, most), room(rows, 7 + seed)
+def some_rows(seed: int) -> tuple[Places, Tensor, Tensor]:
+    """Return a step's places, some of its rows, and each row's number among these."""
+    rng, rows = random.Random(seed), 1 + seed
+    args, places = random_rows(rng, rows, 4), room(rows, 7 + seed)
     pack_guesses_reference(args, places, VOCABULARY, False)
     own = sorted(rng.sample(range(rows), 1 + seed // 2))
-    at, which = find_lines(places, torch.tensor(own), most, has_all)
-    counts = places.counts.tolist()
-    expected = [
-        (number, place)
-        for number, row in enumerate(own)
-        for place in (row, *range(rows + int(places.first[row]), rows + int(places.first[row]) + counts[row]))
-    ]
-    lines = list(zip(which.tolist(), at.tolist(), strict=True))
-    assert [(number, lines[line][1]) for number, line in number_lines(own, counts)] == expected
-    assert [lines[line][0] for _, line in number_lines(own, counts)] == [number for number, _ in expected]
-    assert len(lines) == (len(own) + min(7 + seed, most * len(own)) if has_all else len(expected))
-    assert set(lines[len(expected) :]) <= {(0, own[0])}
+    return places, torch.tensor(own), ints([own.index(row) if row in own else -1 for row in range(rows + 2)])
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_some_rows_have_a_line_behind_each_of_their_tokens(seed: int, has_all: bool) -> None:
+    places, rows, numbers = some_rows(seed)
+    at, own = find_lines(places, rows, numbers, 7 + seed if has_all else None)
+    lines, expected = list(zip(own.tolist(), at.tolist(), strict=True)), list[tuple[int, int]]()
+    for number, row in enumerate(rows.tolist()):
+        first = len(places.first) + int(places.first[row])
+        expected += [(number, place) for place in (row, *range(first, first + int(places.counts[row])))]
+    assert [lines[line] for _, line in number_lines(rows.tolist(), places.counts.tolist())] == expected
+    assert len(lines) == (len(rows) + 7 + seed if has_all else len(expected))
+    assert set(lines[len(expected) :]) <= {(0, int(rows[0]))}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kernel_finds_lines_as_the_reference(seed: int) -> None:
+    args = *some_rows(seed), 7 + seed
+    assert same(on_device(find_lines_triton, *args)[0], find_lines_reference(*args))
 
 
 def random_step(rng: random.Random, rows: int, most: int) -> tuple[Tensor, Places, AdvancedRows, Tensor]:

@@ -18,8 +18,8 @@ from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.drafting.options import check_speculating
-from nanoinfer.runner.logits import processor_group
-from nanoinfer.runner.logits.lines import find_lines
+from nanoinfer.runner.drafting import verifier
+from nanoinfer.runner.logits.lines import Drawn
 
 VOCAB = 2048  # of the bundled model
 SPEECHES = [
@@ -133,7 +133,7 @@ def test_results_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if spread == "all lines":
-        monkeypatch.setattr(processor_group, "find_lines", lambda *how: find_lines(*how[:-1], True))
+        monkeypatch.setattr(verifier, "Drawn", lambda *args, has_all: Drawn(*args, has_all=True))
     with make(speculation=DRAFTERS[drafter](known), **SPREAD[spread]) as llm:
         outputs = run(llm)
         assert_same(outputs, expected)

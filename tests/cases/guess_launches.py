@@ -7,6 +7,7 @@ from torch import Tensor, empty
 
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses_triton
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_triton
+from nanoinfer.kernels.drafting.lines import find_lines_triton
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_triton
 from nanoinfer.kernels.drafting.suffix import propose_suffixes_triton
 from nanoinfer.kernels.drafting.texts import write_last_tokens_triton
@@ -29,4 +30,5 @@ def draft_and_accept(rows: int, places: int) -> None:
     columns = RowColumns(numbers(rows, 128), empty(rows), empty(rows, dtype=torch.int64), row, row)
     gather_rows_triton(columns, packed.row_of)
     accepted = AdvancedRows(texts, lengths, row, row, row, row)
+    find_lines_triton(packed, empty(rows, dtype=torch.int64), row, places)
     accept_guesses_triton(numbers(rows + places), packed, accepted, numbers(rows, MOST + 2))

@@ -30,7 +30,6 @@ class Verifier:
     """Proposes guesses for the rows of a batch, gives them places in a step, and keeps those that hold.
 
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
-    skips_empty: whether the model runs over the places alone that have a token
     """
 
     def __init__(self, config: Config, tp: TensorParallel, batch: InputBatch, rows: DraftingRows) -> None:
@@ -38,7 +37,7 @@ class Verifier:
         device = batch.device
         self._batch, self._rows = batch, rows
         self._heads = config.description.num_heads // tp.size
-        self.skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
+        self._skips_empty = config.is_plain_cpu or config.is_one_by_one  # elsewhere, graphs need fixed sizes
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
         self.texts = Texts(tp.min(count, device), config.max_model_len, device)
@@ -72,7 +71,7 @@ class Verifier:
         self.note(num_rows)
         places = self.places(num_rows, guesses)
         self._fill(places)
-        if self.skips_empty:
+        if self._skips_empty:
             drawn = _draw_filled(places, draw, logits)
         else:
             drawn = draw(places, Guesses(places.first, places.counts, self._most, self._heads))
@@ -98,7 +97,7 @@ class Verifier:
             rows.limits[:num_rows],
             rows.may_guess[:num_rows],
         )
-        pack_guesses(guessing, places, self._vocab_size, are_free=not self.skips_empty)
+        pack_guesses(guessing, places, self._vocab_size, are_free=not self._skips_empty)
 
     def accept(self, places: Places, drawn: Tensor) -> None:
         """Keep what holds of the draws of all places, and move the rows on from where the step has found them."""
@@ -113,8 +112,8 @@ class Verifier:
         logits: those of all places; again: returns new draws for all places, [places] int32
         """
         batch, token_ids = self._batch, places.drawn.clamp(min=0)
-        how = places.positions + 1, batch.temperatures, batch.seeds, places, not self.skips_empty
-        redrawn = again(Drawn(0, logits, token_ids, *how))
+        how = places.positions + 1, batch.temperatures, batch.seeds, places
+        redrawn = again(Drawn(0, logits, token_ids, *how, has_all=not self._skips_empty))
         self.accept(places, places.drawn.where(places.drawn < 0, redrawn))
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.drafting.lines import find_lines
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
-from nanoinfer.runner.logits.lines import EACH, Drawn, Lines, Which, find_lines
+from nanoinfer.runner.logits.lines import EACH, Drawn, Lines, Which
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.settings import (
     BANS,
@@ -67,13 +68,20 @@ class LogitsProcessorGroup:
         self.asks_kept = bool(self._kept)
         self._kept_rows = self._ints(self._kept)
         self._masks = self._find_masks()
+        self._of_rows: Tensor | None = None  # each row's number among these, see find_lines; made when a step verifies
         self._cutoff_settings = self._find_cutoff_settings()
 
     def lines(self, drawn: Drawn, max_guesses: int) -> Lines:
         """Return the group's lines of a step; max_guesses: of a row."""
-        if drawn.places is None:
-            return Lines(self.row_numbers - drawn.first_row, EACH)
-        return find_lines(drawn.places, self.row_numbers, 0 if self.is_guided else max_guesses, drawn.has_all)
+        places, rows = drawn.places, self.row_numbers
+        if places is None:
+            return Lines(rows - drawn.first_row, EACH)
+        num_rows = len(places.first)
+        most = 0 if self.is_guided else min(len(places.tokens) - num_rows, max_guesses * len(rows))
+        if self._of_rows is None or len(self._of_rows) < num_rows:
+            numbers = dict(zip(self._numbers, range(len(rows)), strict=True))
+            self._of_rows = self._ints(numbers.get(row, -1) for row in range(num_rows))
+        return Lines(*find_lines(places, rows, self._of_rows, most if drawn.has_all else None))
 
     def select(self, drawn: Drawn, lines: Lines) -> Tensor:
         """Return these lines of the logits; a view if they are those of rows that follow each other."""

@@ -146,7 +146,8 @@ class LogitsProcessors:
     ) -> None:
         """Draw some lines of a group again; the arguments are those of `redraw`, and what it returns."""
         numbers, rows, at = group.row_numbers[lines.rows], lines.rows, lines.places
-        temperatures, positions = drawn.temperatures[numbers - drawn.first_row], drawn.positions[at]
+        own = numbers - drawn.first_row
+        temperatures, positions = drawn.temperatures[own], drawn.positions[at]
         logits = self.gather(group.select(drawn, lines))
         penalized = allowed = logits
         if group.needs_float32:
@@ -157,8 +158,7 @@ class LogitsProcessors:
             allowed = group.filter(allowed, temperatures, rows)
         cutoff = group.find_cutoff(allowed, temperatures, rows)
         if group.is_drawn:
-            seeds = drawn.seeds[numbers - drawn.first_row]
-            best, token_ids = draw(allowed, temperatures, seeds, positions, cutoff=cutoff)
+            best, token_ids = draw(allowed, temperatures, drawn.seeds[own], positions, cutoff=cutoff)
             drawn.token_ids[at], none_left[at] = token_ids, best.isneginf()
         else:
             token_ids = drawn.token_ids[at]
