@@ -429,6 +429,16 @@ class TestTokenHistory:
         assert second[:1045] == [1, 2, 3, 4, 5, *range(200, 1240)]
         assert history._tokens.shape == (4, 2 * COLUMNS)
 
+    def test_it_is_as_wide_as_its_rows_may_be_where_steps_give_several_tokens(self) -> None:
+        history, rows = TokenHistory(2, torch.device("cpu")), torch.tensor([0])
+        history.join(0, array("i", [7, 8]))
+        widths = []
+        for count, longest in ((5, 8), (5, 9), (1, 10), (5, 40)):
+            history.step(count, longest)
+            history.write(rows, torch.tensor([2]), torch.tensor([9], dtype=torch.int32))
+            widths.append(history.of(rows).shape[1])
+        assert widths == [8, 9, 10, 15]
+
     def test_rows_move_and_leave(self) -> None:
         history = TokenHistory(4, torch.device("cpu"))
         for row in range(3):

@@ -103,10 +103,11 @@ class Host:
             chunks.append(ChunkMessage(tokens, 0, tables))
             drafting = None
             if self.runner.verify_sizes:
-                drafting = DraftingMessage(tokens, slot, end, max(members, default=-1), slot not in settings)
+                may_guess = slot not in settings or not settings[slot].is_guided
+                drafting = DraftingMessage(tokens, slot, end, max(members, default=-1), may_guess)
             logits = None
             if slot in settings:
-                logits = LogitsMessage(settings[slot], array("i"), len(tokens), (), 0)
+                logits = LogitsMessage(settings[slot], tokens, len(tokens), (), 0)
             joins.append(JoinMessage(number, tables, TEMPERATURES[slot], slot, logits, drafting=drafting))
         first = self.runner.call("run", PrefillMessage([], len(self.slots), chunks, joins, members=members))
         assert first is not None
@@ -265,20 +266,31 @@ def test_rows_move_and_join_with_their_texts(make_llm: MakeLLM) -> None:
         assert own == expected(False)[slot][: len(own)]
 
 
-def test_a_row_that_wants_more_is_drawn_again(make_llm: MakeLLM) -> None:
-    """The others' guesses are verified beside it, and steps of both kinds know its tokens."""
-    settings = {1: SamplingParams(top_k=2, temperature=1.0, logprobs=0)}
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(HAS_CUDA, reason="it is interpreted on the CPU"))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_want_more_are_drawn_again_behind_each_guess(backend: str, make_llm: MakeLLM) -> None:
+    """Others' guesses are verified beside them, and steps of both kinds know their tokens."""
+    penalty = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2)
+    settings = {1: SamplingParams(top_k=2, logprobs=0), 2: penalty}
     plain = Host(make_llm(**OPTIONS))
     plain.join([0, 1, 2], [128] * 3, settings)
-    for _ in range(8):
+    for _ in range(24):
         plain.plain()
-    host = make_host(make_llm)
+    host = make_host(make_llm, attention_backend=backend)
+    host.runner.steps.verifier._drafter.texts = [
+        prompt + own for prompt, own in zip(PROMPTS, plain.tokens, strict=False)
+    ]
     host.join([0, 1, 2], [128] * 3, settings)
-    for step in range(4):
+    told = []
+    for _ in range(3):
         host.plain()
-        assert [proposed > 0 for _, proposed in host.verify(12)] == [True, False, step < 4]
-    assert host.tokens[1] == plain.tokens[1]
-    assert host.tokens[1] != expected(False)[1][:9]
+        told.append(host.verify(12))
+    assert told == [[(3, 2)] * 3, [(5, 4)] * 3, [(5, 4)] * 3] if backend == "torch" else [[(5, 4)] * 3] * 3
+    for own, wanted, before in zip(host.tokens, plain.tokens, expected(False), strict=False):
+        assert own == wanted[: len(own)]
+        assert (own == before[: len(own)]) == (own is host.tokens[0])
     texts = host.runner.steps.verifier.texts
     assert texts.tokens[1, 40:48].tolist() == host.tokens[1][:8]
 
