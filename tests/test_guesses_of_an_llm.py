@@ -293,12 +293,26 @@ class GuessesBad:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_fault_behind_a_guess_is_nobodys(folder: str, rows: int) -> None:  # noqa: F811
-    params = [greedy(20, ignore_eos=True), SamplingParams(seed=1, max_tokens=20), greedy(12)]
+    more = SamplingParams(seed=1, max_tokens=20, top_p=0.9, presence_penalty=0.1, logprobs=2)
+    params = [greedy(20, ignore_eos=True), more, replace(more, presence_penalty=0.0, kept_tokens=True)]
     with (
         LLM(folder, **OPTIONS) as alone,
         LLM(folder, **OPTIONS | {"max_num_seqs": rows}, speculation=GuessesBad()) as llm,
     ):
         assert_equal(run(llm, GOOD, params), run(alone, GOOD, params))
+
+
+def test_it_ends_where_no_token_is_left(plain: LLM) -> None:
+    """Of a and b, b alone may follow, and not for long."""
+    bans = {"allowed_token_ids": [67, 68], "bad_words": ["aa", "ba", "bbbb"]}
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=20, **bans) for i, t in enumerate((0, 1.0, 3.0))]
+    wanted = run(plain, SPEECHES[:3], params)
+    assert {output.finish_reason for output in wanted} == {"error"}
+    known = [[*output.prompt_token_ids, *output.token_ids, 68, 68, 68] for output in wanted]
+    with make(speculation=Prophet(known)) as llm:
+        outputs = run(llm, SPEECHES[:3], params)
+    assert_equal(outputs, wanted)
+    assert sum(output.num_accepted_tokens for output in outputs) > 0
 
 
 def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811

@@ -211,8 +211,9 @@ def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: 
     slots = list(range(len(PROMPTS)))
     plain, host = Host(make_llm(**on_gpu)), Host(make_llm(**on_gpu, speculation="suffix"))
     assert host.runner.call("time_steps").keys() >= {(1, 0), (1, 2), (1, 4), (6, 0), (6, 24)}
+    more = SamplingParams(top_p=0.9, logprobs=2), SamplingParams(frequency_penalty=0.1), SamplingParams(logprobs=0)
     for one in (plain, host):
-        one.join(slots, [128] * len(slots))
+        one.join(slots, [128] * len(slots), dict(zip((1, 3, 5), more, strict=True)))
     for _ in range(60):
         plain.plain()
     for step in range(12):
