@@ -59,7 +59,7 @@ class Step:
         return attend_densely(self.q, k_cache, v_cache, rows, [1] * len(self.lens), self.lens, how)[self.tokens]
 
     def guesses(self, most: int = max(COUNTS)) -> Guesses:
-        return Guesses(self.first, self.counts, most, self.q.shape[1])
+        return Guesses(self.row_of.int(), self.first, self.counts, most, self.q.shape[1])
 
 
 def check(step: Step, how: Scoring, expected: Tensor, workers: int | None, queries: int | None = None) -> None:

@@ -31,6 +31,7 @@ SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 
     "_paged_decode_kernel": 16,  # heads of 256, or FP8 and guesses
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
+    "_prefix_kernel": 640,  # heads of 512 in FP8
     "_rms_norm_kernel": 16,
     "_shrink_kernel": 20,  # in float32
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
+from cases.drafters import Prophet
 from conftest import DEVICE, HAS_CUDA, of_each_kind, plan_ahead, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +18,16 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine import shared_prefixes
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.prefix_plan import TILE_QUERIES, SharedPrefixes, max_parts
+from nanoinfer.kernels.attention.prefix_plan import (
+    TILE_QUERIES,
+    SharedPrefixes,
+    max_parts,
+    share_queries_reference,
+    share_queries_triton,
+)
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.runner.cuda_graphs import graph_batch_sizes, sharing_batch_sizes
@@ -157,6 +166,7 @@ SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (14, 2, 128, 48), (9, 3, 96, 32), (8,
 @pytest.mark.parametrize(("in_fp8", "softcap"), [(False, None), *whole_only([(True, None)]), (True, 5.0)])
 @pytest.mark.parametrize("dtype", of_each_kind(DTYPES, 0), ids=str)
 @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 3), ids=str)
+@pytest.mark.filterwarnings("ignore:divide by zero")  # of what nobody reads, as rows without a token have it
 class TestAttention:
     def test_it_equals_attention_of_rows_alone(
         self,
@@ -222,6 +232,86 @@ class TestAttention:
             error = (out.float() - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
 
+    def test_guesses_attend_with_their_rows(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        in_fp8: bool,
+        softcap: float | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Some rows have more queries than a tile, some none, as one that has ended."""
+        for name in ("MIN_ROWS", "MIN_TOKENS", "MIN_SAVED"):
+            monkeypatch.setattr(shared_prefixes, name, 2)
+        heads, kv_heads, head_dim, block_size = shape
+        rows, most = 11, 5
+        tables, lens = nested_tables(rows, block_size)
+        counts = [0 if row == 4 else row * 3 % (most + 1) for row in range(rows)]
+        first = [sum(counts[:row]) for row in range(rows)]
+        contexts = [0 if row == 4 else length - most for row, length in enumerate(lens)]
+        guesses = [(row, i) for row, count in enumerate(counts) for i in range(1, count + 1)]
+        row_of = on_device(array("i", [*range(rows), *(row for row, _ in guesses), 0, 0, 0]))
+        token_lens = [*contexts, *(contexts[row] + i for row, i in guesses), 0, 0, 0]
+        tokens = [token for token, length in enumerate(token_lens) if length]
+        context_lens = on_device(array("i", token_lens))
+        blocks, width = 1 + max(map(max, tables)), max(map(len, tables))
+        caches = [torch.randn(blocks, block_size, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in range(2)]
+        kv_scales = torch.tensor([0.5, 2.0], device=DEVICE)
+        if in_fp8:
+            caches = [cache.to(FP8) for cache in caches]
+        q = torch.randn(len(token_lens), heads, head_dim, device=DEVICE).to(dtype)
+        padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+        device_tables = padded.to(DEVICE)[row_of.long()]
+        found = find_shared(tables, block_size)
+        assert found is not None
+        prefixes = make_prefixes(rows, heads, caches[0])
+        prefixes.fill(on_device(prefixes.pack(found.order, found.runs)))
+        queries = queries_of_a_bundle(most, heads, caches[0])
+        if queries == 1:
+            return
+        own = on_device(array("i", first)), on_device(array("i", counts)), most
+        bundles = bundle(context_lens, *own, queries, prefixes, row_of)
+        assert bundles.shared is not None
+        how = head_dim**-0.5, softcap, kv_scales
+        shared = attend_to_prefixes(q, *caches, device_tables, prefixes, *how, bundles.shared)
+        wide = caches if in_fp8 else [cache.float() for cache in caches]
+        expected = paged_decode_reference(
+            q.float(), *wide, device_tables, context_lens, max(lens), how[0], None, softcap, kv_scales
+        )
+        for workers in (None, 13, 40):
+            plan = plan_ahead(context_lens, caches[0], workers, prefixes=prefixes, bundles=bundles)
+            out = paged_decode_triton(q, *caches, device_tables, context_lens, how[0], plan, softcap, kv_scales, shared)
+            error = (out.float() - expected)[tokens].norm() / expected[tokens].norm()
+            assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 8)), min_size=1, max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_queries_come_in_the_order_of_their_rows(rows: list[tuple[int, int]], rng) -> None:
+    lens, counts = [length for length, _ in rows], [count if length else 0 for length, count in rows]
+    row_of = [*range(len(rows)), *(row for row, count in enumerate(counts) for _ in range(count)), 0, 0]
+    token_lens = [*lens, *(lens[row] + 1 for row in row_of[len(rows) : -2]), 0, 0]
+    order, parts = rng.sample(range(len(rows)), len(rows)), [rng.randrange(9) for _ in rows]
+    prefixes = make_prefixes(len(rows), 4, torch.empty(1, 16, 4, 8, device=DEVICE))
+    prefixes.order[: len(rows)] = on_device(array("i", order))
+    prefixes.num_parts[: len(rows)] = on_device(array("i", parts))
+    expected: list[list[int]] = []
+    for row in order:
+        behind = len(rows) + sum(counts[:row])
+        expected.append([row, *range(behind, behind + counts[row])] if lens[row] else [])
+    first = [sum(counts[:row]) for row in range(len(rows))]
+    args = [on_device(array("i", numbers)) for numbers in (token_lens, row_of, first, counts)]
+    for function in (share_queries_reference, share_queries_triton):
+        shared = function(prefixes, *args, 8)
+        starts = shared.starts.tolist()
+        assert [shared.order[a:b].tolist() for a, b in pairwise(starts)] == expected
+        assert shared.num_parts.tolist() == [
+            parts[row] if length else 0 for row, length in zip(row_of, token_lens, strict=True)
+        ]
+
 
 def nested_tables(rows: int, block_size: int) -> tuple[list[list[int]], list[int]]:
     """Two of three rows share a header of some 300 tokens; every second of these goes on with some 100 shared ones."""
@@ -285,6 +375,23 @@ class TestGenerate:
     @pytest.mark.gpu
     def test_graphs(self, make_llm: Callable[..., LLM]) -> None:
         assert outputs(make_llm(**OPTIONS), 20) == outputs(make_llm(**OPTIONS, enforce_eager=True), 20)
+
+    @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.gpu)])
+    def test_steps_that_verify_guesses(
+        self, eager: bool, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        most = 20 if HAS_CUDA else 4
+        plain = make_llm(**{**OPTIONS, "attention_backend": "torch"})
+        expected = outputs(plain, most)
+        texts = [prompt + tokens for prompt, own in zip(PROMPTS, expected, strict=True) for tokens in own]
+        how = {"speculation": Prophet(texts, (True, True, False)), "max_guesses": 2, "enforce_eager": eager}
+        llm, shared = make_llm(**OPTIONS, **how), list[bool]()
+        steps = llm.engine.ranks.runner.steps
+        verify = steps.verify_rows
+        monkeypatch.setattr(steps, "verify_rows", lambda *args: (shared.append(args[3]), verify(*args))[1])
+        assert outputs(llm, most) == expected
+        assert not eager or any(shared)
+        assert llm.stats().num_accepted_tokens > 0
 
     @pytest.mark.whole
     @pytest.mark.parametrize("step", [2, 4])

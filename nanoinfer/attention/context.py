@@ -89,11 +89,13 @@ class Guesses:
     A guess is a token as the others are: it has its own position, slot, context and block table. So a backend need not
     know of guesses; it may read a row's keys once for all of the row's tokens.
 
+    row_of: [tokens] int32, whose each token is
     first: [rows] int32, the place of a row's first guess among all guesses
     counts: [rows] int32, how many a row has; most: at most
     heads: query heads of this rank
     """
 
+    row_of: Tensor
     first: Tensor
     counts: Tensor
     most: int
@@ -114,7 +116,7 @@ class Context:
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     images: ImageContext | None = None  # None: the step's tokens are no image's
-    guesses: Guesses | None = None  # among the tokens of a decode step; they share no prefixes
+    guesses: Guesses | None = None  # among the tokens of a decode step
     rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 

@@ -13,6 +13,7 @@ from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 
 
@@ -24,10 +25,12 @@ class TritonBackend:
 
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
-        prefixes = context.prefixes
+        prefixes, bundles = context.prefixes, None
         for own, group in zip(context.groups, self.groups, strict=True):
             k_cache, _ = context.layers[group.layers[0]]
-            bundles = None if context.guesses is None else _bundle(context.context_lens, context.guesses, k_cache)
+            if context.guesses is not None:
+                bundles = _bundle(context.context_lens, context.guesses, k_cache, prefixes)
+                prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
             own.plan = plan_decode(
                 context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
             )
@@ -83,6 +86,7 @@ class TritonBackend:
                 scoring.scale,
                 scoring.softcap,
                 scoring.kv_scales,
+                None if plan.bundles is None else plan.bundles.shared,
             )
         return paged_decode_triton(
             q,
@@ -99,7 +103,9 @@ class TritonBackend:
         )
 
 
-def _bundle(context_lens: Tensor, guesses: Guesses, k_cache: Tensor) -> Bundles | None:
+def _bundle(context_lens: Tensor, guesses: Guesses, k_cache: Tensor, prefixes: SharedPrefixes | None) -> Bundles | None:
     """Return the bundles of a verifying step; None if its tokens attend one by one."""
     queries = queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
-    return bundle(context_lens, guesses.first, guesses.counts, guesses.most, queries) if queries > 1 else None
+    if queries == 1:
+        return None
+    return bundle(context_lens, guesses.first, guesses.counts, guesses.most, queries, prefixes, guesses.row_of)

@@ -91,9 +91,8 @@ class RowMap:
         moves = self._pack(step.seqs)
         grown = [(seq.row, group, column, seq.block_tables[group][column]) for seq, group, column in step.grown]
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, guesses=step.guesses)
-        if not step.guesses:  # a step that verifies does not read shared prefixes once
-            message.new_prefixes = self._new_prefixes()
-            message.shares = self._shares
+        message.new_prefixes = self._new_prefixes()
+        message.shares = self._shares
         if self._may_adapt:
             message.has_adapters = any(seq.adapter >= 0 for seq in self.seqs)
         return message, self.seqs.copy()

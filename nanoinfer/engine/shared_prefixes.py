@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from nanoinfer.kernels.attention.prefix_plan import MIN_ROWS
 from nanoinfer.runner.message import PrefixMessage, SharedRun
 
 # What sharing costs, beside the reading that it saves:
-MIN_ROWS = 4  # of a run
 MIN_TOKENS = 128  # of a run: each of its rows puts one more result together
 MIN_SAVED = 128 << 20  # bytes that a layer need not read: otherwise its launch and empty rows may cost more
 

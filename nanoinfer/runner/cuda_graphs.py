@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanoinfer.kernels.attention.prefix_plan import MIN_ROWS
 from nanoinfer.kernels.launch import recording
 from nanoinfer.process.bar import Advance
 from nanoinfer.runner.drafting.sizes import VerifySize
@@ -58,7 +59,8 @@ def sizes_by_kind(
         if may_share:
             by_kind[DecodeKind(True, has_adapters)] = sharing_batch_sizes(sizes)
         for rows, guesses in verifying:
-            by_kind.setdefault(DecodeKind(False, has_adapters, guesses), []).append(rows)
+            for shares in (False, True) if may_share and rows >= MIN_ROWS else (False,):
+                by_kind.setdefault(DecodeKind(shares, has_adapters, guesses), []).append(rows)
     return by_kind
 
 

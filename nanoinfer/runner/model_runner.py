@@ -227,7 +227,7 @@ class ModelRunner:
         """Launch a decode step that any rows of this number may take, up to some length."""
         longest = max_context_len or self.config.max_model_len
         if kind.guesses:
-            self.steps.verify_rows(rows, kind.guesses, longest, kind.has_adapters)
+            self.steps.verify_rows(rows, kind.guesses, longest, kind.shares, kind.has_adapters)
         else:
             self.steps.decode_rows(rows, longest, kind.shares, kind.has_adapters)
 

@@ -70,7 +70,7 @@ class Trials:
             steps.append((config.max_num_seqs, DecodeKind(config.shares_prefixes, adapter >= 0)))
             if verifying:
                 rows, guesses = max(verifying, key=sum)
-                steps.append((rows, DecodeKind(False, adapter >= 0, guesses)))
+                steps.append((rows, DecodeKind(config.shares_prefixes, adapter >= 0, guesses)))
         return steps
 
     def _largest_prefills(self, adapter: int) -> list[PrefillMessage]:

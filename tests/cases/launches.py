@@ -21,7 +21,9 @@ from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import norm_rotate_store
+from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
@@ -203,6 +205,19 @@ def verify(head_dim: int, rows: int, cache: torch.dtype, window: int | None, mos
     paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, kv_scales=scales)
 
 
+def share(head_dim: int, rows: int, cache: torch.dtype, most: int) -> None:
+    """Attend from the rows' last tokens, and guesses if there are any, to prefixes that rows share, and to the rest."""
+    q, keys, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
+    scales, lens, row = empty(2) if cache == FP8 else None, numbers(len(q)), numbers(rows)
+    prefixes, bundles = SharedPrefixes(rows, 32, keys), None
+    if most:
+        bundles = bundle(lens, row, row, most, queries_of_a_bundle(most, 32, keys), prefixes, numbers(len(q)))
+    plan = plan_decode(lens, keys, prefixes=prefixes, bundles=bundles)
+    queries = None if bundles is None else bundles.shared
+    shared = attend_to_prefixes(q, keys, keys, tables, prefixes, 1.0, None, scales, queries)
+    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, None, scales, shared)
+
+
 def prefill(head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
     q, keys, tables = paged(head_dim, 32, 8, 8 * length, cache)
     scales = empty(2) if cache == FP8 else None
@@ -353,6 +368,9 @@ def of_attention() -> Iterator[Launch]:
         call = partial(verify, head_dim, 8, cache, window, most)
         often = (head_dim, cache, window, most) == (128, BF16, None, 8)
         yield Launch(f"{most} guesses, {head_dim=}, {cache=}, {window=}", call, often)
+    for head_dim, cache, most in product(HEADS, (BF16, FP8), (0, 8)):
+        call = partial(share, head_dim, 16, cache, most)
+        yield Launch(f"prefixes, {most} guesses, {head_dim=}, {cache=}", call, (head_dim, cache) == (128, BF16))
     for head_dim, cache in product(HEADS, (BF16, FP8)):
         named = f"keys, {head_dim=}, {cache=}"
         yield Launch(named, partial(store, head_dim, 300, cache), (head_dim, cache) == (128, FP8))

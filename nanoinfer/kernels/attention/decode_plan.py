@@ -60,7 +60,7 @@ class DecodePlan:
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
     share_tiles: [3] int32, how many tiles a full share has, how many that of a late worker has, and the first of these
     arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
-    own_starts: those of the prefixes that plan_decode got
+    own_starts: those of the prefixes that plan_decode got, or of the bundles
     programs: how the workers run
     bundles: given if each row of the plan is a bundle
     """
@@ -90,13 +90,13 @@ def plan_decode(
     window: how many tokens a query sees, the last of its context; None: all
     prefixes: what the rows read together, if there is no window; None: nothing
     programs: None: choose_programs' own
-    bundles: of the step's tokens, whose contexts are divided in place of the tokens' own, if there are no prefixes
+    bundles: of the step's tokens, whose contexts are divided in place of the tokens' own; made with the same prefixes
     """
     assert window is None or prefixes is None
-    queries = 1
+    queries, own_starts = 1, None if prefixes is None else prefixes.own_starts
     if bundles is not None:
-        assert prefixes is None
-        context_lens, queries = bundles.context_lens, bundles.queries
+        context_lens, queries, own_starts = bundles.context_lens, bundles.queries, bundles.own_starts
+        assert (own_starts is None) == (prefixes is None)
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
     programs = programs or choose_programs(rows, k_cache, bundles is not None)
@@ -108,7 +108,7 @@ def plan_decode(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(3, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        None if prefixes is None else prefixes.own_starts,
+        own_starts,
         window,
         programs,
         bundles,

@@ -90,7 +90,6 @@ def paged_decode_triton(
     """
     assert (shared is None) == (plan.own_starts is None)
     bundles = plan.bundles
-    assert bundles is None or shared is None
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
@@ -296,7 +295,8 @@ def _paged_decode_kernel(
             target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
             if SHARES:
-                tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)
+                is_query = token >= 0 if QUERIES > 1 else g < GROUP
+                tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
             place = (kv_head * workers + worker) * 2 + (tile == 0)
@@ -392,4 +392,4 @@ def _combine_partials(
     target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None] & has_d)
     if SHARES:
-        tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)
+        tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)

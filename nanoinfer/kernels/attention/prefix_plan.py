@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import can_launch_early, num_multiprocessors
+from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
+MIN_ROWS = 4  # that share a prefix: fewer would gain too little
+MOST_QUERIES = 256  # of a step that verifies guesses, whatever it has: the kernel compiles once
 LEAST_TOKENS = 512  # of a tile of work: more results take a row longer to put together
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -105,6 +109,104 @@ class SharedPrefixes:
     def fill(self, packed: Tensor) -> None:
         """Write what `pack` has returned; packed: on the same device."""
         self._packed[: len(packed)] = packed
+
+
+class SharedQueries(NamedTuple):
+    """The queries of a step that verifies guesses, as the tiles of its SharedPrefixes find them.
+
+    order: [tokens] int32, the step's tokens, row after row, in the order that SharedPrefixes has for rows
+    starts: [rows + 1] int32, where the tokens of each of these rows begin, and where those of the last end
+    num_parts: [tokens] int32, how many partial results each has; 0 without a token
+    """
+
+    order: Tensor
+    starts: Tensor
+    num_parts: Tensor
+
+
+def share_queries(
+    prefixes: SharedPrefixes, context_lens: Tensor, row_of: Tensor, first: Tensor, counts: Tensor, most: int
+) -> SharedQueries:
+    """Find the queries that share each prefix; most: guesses of a row.
+
+    context_lens, row_of: [tokens] int32, how many keys a token sees, 0 without a token; and whose it is. The rows' last
+        tokens come first
+    first, counts: [rows] int32, as for bundles.bundle
+    """
+    function = share_queries_triton if row_of.is_cuda else share_queries_reference
+    return function(prefixes, context_lens, row_of, first, counts, most)
+
+
+def share_queries_reference(
+    prefixes: SharedPrefixes, context_lens: Tensor, row_of: Tensor, first: Tensor, counts: Tensor, most: int
+) -> SharedQueries:
+    """share_queries in torch."""
+    rows, query = len(counts), torch.arange(most + 1, dtype=torch.int32)
+    order = prefixes.order[:rows]
+    ends = (counts + 1).where(context_lens[:rows] > 0, 0)[order]
+    tokens = order[:, None].where(query == 0, rows + first[order][:, None] + query - 1)[query < ends[:, None]]
+    padded = torch.cat([tokens, tokens.new_zeros(len(row_of))])[: len(row_of)]
+    starts = torch.cat([ends.new_zeros(1), ends.cumsum(0, dtype=torch.int32)])
+    return SharedQueries(padded, starts, prefixes.num_parts[row_of].where(context_lens > 0, 0))
+
+
+def share_queries_triton(
+    prefixes: SharedPrefixes, context_lens: Tensor, row_of: Tensor, first: Tensor, counts: Tensor, most: int
+) -> SharedQueries:
+    """share_queries as one launch, of one program."""
+    rows, tokens = len(counts), len(row_of)
+    order, num_parts = torch.empty_like(row_of), torch.empty_like(row_of)
+    shared = SharedQueries(order, torch.empty(rows + 1, dtype=torch.int32, device=row_of.device), num_parts)
+    assert tokens <= MOST_QUERIES, tokens
+    _share_kernel[(1,)](
+        prefixes.order,
+        prefixes.num_parts,
+        context_lens,
+        row_of,
+        first,
+        counts,
+        *shared,
+        rows,
+        tokens,
+        MOST=most,
+        BLOCK=MOST_QUERIES,
+        **early_launch(row_of),
+    )
+    return shared
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _share_kernel(
+    row_order_ptr,
+    row_parts_ptr,
+    context_lens_ptr,
+    row_of_ptr,
+    first_ptr,
+    counts_ptr,
+    order_ptr,
+    starts_ptr,
+    num_parts_ptr,
+    rows,
+    tokens,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    i = tl.arange(0, BLOCK)
+    row = tl.load(row_order_ptr + i, mask=i < rows, other=0)
+    has_token = tl.load(context_lens_ptr + row, mask=i < rows, other=0) > 0
+    count = tl.where(has_token, tl.load(counts_ptr + row, mask=i < rows, other=0) + 1, 0)
+    end = tl.cumsum(count, 0)
+    begin = end - count
+    tl.store(starts_ptr + i, begin, mask=i <= rows)
+    behind = rows + tl.load(first_ptr + row, mask=i < rows, other=0) - 1
+    for query in tl.static_range(MOST + 1):
+        token = row if query == 0 else behind + query
+        tl.store(order_ptr + begin + query, token, mask=(query < count) & (begin + query < tokens))
+    token_len = tl.load(context_lens_ptr + i, mask=i < tokens, other=0)
+    parts = tl.load(row_parts_ptr + tl.load(row_of_ptr + i, mask=i < tokens, other=0))
+    tl.store(num_parts_ptr + i, tl.where(token_len > 0, parts, 0), mask=i < tokens)
 
 
 def rows_of_a_tile(group: int) -> int:

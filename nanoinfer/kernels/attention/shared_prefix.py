@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
-from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, max_parts
+from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
@@ -41,11 +41,14 @@ def attend_to_prefixes(
     scale: float,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    queries: SharedQueries | None = None,
 ) -> SharedResults:
     """Attend from each row's query to the tokens that other rows share, in one launch.
 
     Arguments as for paged_decode_reference. It is the reference of this and of attention to the rows' own tokens
     together.
+
+    queries: given if rows have several; then q and block_tables have a row for each of these
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -54,14 +57,16 @@ def attend_to_prefixes(
     tiles = Tiles(TILE_QUERIES, 128, 4, 2)  # the fastest on an H200
     if q.itemsize > 2 or head_dim > 128 or not fits(tiles, q):
         tiles = choose_tiles(q, TILE_QUERIES)
-    results = torch.empty((max_parts(rows), rows, heads, head_dim), dtype=torch.float32, device=q.device)
+    most_parts = max_parts(rows if queries is None else len(queries.starts) - 1)
+    results = torch.empty((most_parts, rows, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)
     _prefix_kernel[(prefixes.workers, kv_heads)](
         q,
         k_cache,
         v_cache,
         block_tables,
-        prefixes.order,
+        prefixes.order if queries is None else queries.order,
+        None if queries is None else queries.starts,
         prefixes.tiles,
         prefixes.num_tiles,
         results,
@@ -85,7 +90,7 @@ def attend_to_prefixes(
         num_stages=tiles.stages,
         **early_launch(q),
     )
-    return SharedResults(results, lse, prefixes.num_parts)
+    return SharedResults(results, lse, prefixes.num_parts if queries is None else queries.num_parts)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,6 +100,7 @@ def _prefix_kernel(
     v_cache_ptr,
     block_tables_ptr,
     order_ptr,
+    starts_ptr,
     tiles_ptr,
     num_tiles_ptr,
     results_ptr,
@@ -128,35 +134,41 @@ def _prefix_kernel(
     for work in range(tl.program_id(0), tl.load(num_tiles_ptr), tl.num_programs(0)):
         fields = tiles_ptr + work * FIELDS
         first = tl.load(fields)
-        queries = tl.load(fields + 1) * GROUP
+        end = first + tl.load(fields + 1)
+        if starts_ptr is not None:  # the rows may have more queries than a tile takes
+            first, end = tl.load(starts_ptr + first), tl.load(starts_ptr + end)
         start_token = tl.load(fields + 2)
         end_token = tl.load(fields + 3)
         part = tl.load(fields + 4)
-        row = tl.load(order_ptr + first + m // GROUP, mask=m < queries, other=0)
-        q_mask = (m < queries)[:, None] & has_d
-        q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
-        table = block_tables_ptr + tl.load(order_ptr + first) * table_stride
-        top = tl.full([BLOCK_M], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(start_token, end_token, TILE):
-            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-            offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
-            k = tl.load(k_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
-            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_top[:, None])
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, axis=1)
-            v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
-        if IN_FP8:
-            acc *= tl.load(kv_scales_ptr + 1)
-        place = (part * rows + row) * (KV_HEADS * GROUP) + head
-        tl.store(results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask)
-        tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
+        for query in range(first, end, BLOCK_M // GROUP):
+            queries = tl.minimum(end - query, BLOCK_M // GROUP) * GROUP
+            row = tl.load(order_ptr + query + m // GROUP, mask=m < queries, other=0)
+            q_mask = (m < queries)[:, None] & has_d
+            q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+            table = block_tables_ptr + tl.load(order_ptr + query) * table_stride
+            top = tl.full([BLOCK_M], -1e30, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for start in range(start_token, end_token, TILE):
+                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+                key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
+                offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
+                k = tl.load(k_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
+                scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                rescale = tl.exp2(top - new_top)
+                total = total * rescale + tl.sum(weights, axis=1)
+                v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
+                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                top = new_top
+            if IN_FP8:
+                acc *= tl.load(kv_scales_ptr + 1)
+            place = (part * rows + row) * (KV_HEADS * GROUP) + head
+            tl.store(
+                results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask
+            )
+            tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
 
 
 def add_shared_results(own: Tensor, own_lse: Tensor, shared: SharedResults, dtype: torch.dtype) -> Tensor:

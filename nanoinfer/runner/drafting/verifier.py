@@ -66,7 +66,9 @@ class Verifier:
     def verify(self, num_rows: int, guesses: int, draw: Draw, logits: Tensor) -> None:
         """Run a verifying step over the first rows, with places for so many guesses.
 
-        draw: runs the model over some places, and returns a token for each; logits: where it writes theirs
+        draw: runs the model over some places, and returns a token for each. Its second argument tells which of these
+            the guesses have; None: some places were left out
+        logits: where it writes theirs
         """
         self.note(num_rows)
         places = self.places(num_rows, guesses)
@@ -74,7 +76,7 @@ class Verifier:
         if self._skips_empty:
             drawn = _draw_filled(places, draw, logits)
         else:
-            drawn = draw(places, Guesses(places.first, places.counts, self._most, self._heads))
+            drawn = draw(places, Guesses(places.row_of, places.first, places.counts, self._most, self._heads))
         self.accept(places, drawn)
 
     def places(self, num_rows: int, guesses: int) -> Places:

@@ -108,7 +108,9 @@ class LogitsProcessors:
             self._history.join(row, message.token_ids)
 
     def redraw(self, drawn: Drawn, extras: Extras, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows of `wanted`, from drawn.first_row on; returns where no token was left, [places] bool.
+        """Draw again for the rows of `wanted`, from drawn.first_row on.
+
+        Returns the tokens of all places, [places] int32, NONE_LEFT where no token was left.
 
         drawn: its token_ids are replaced by the new draws
         extras: gets what the rows' requests ask for beside the tokens
@@ -133,7 +135,7 @@ class LogitsProcessors:
             if group.asks_kept:
                 extras.kept_tokens.append(KeptTokens.joined(told.kept_tokens))
         self._count_draw(drawn.first_row)
-        return none_left
+        return drawn.token_ids.masked_fill(none_left, NONE_LEFT)
 
     def _redraw(
         self,

@@ -18,7 +18,7 @@ from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import Drawn
-from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
+from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import KVCache
@@ -144,27 +144,25 @@ class Steps:
         logits = self._logits(hidden, adapters, self.logits[:num_rows])
         self.draw(logits, context.context_lens)
 
-    def verify_rows(self, num_rows: int, guesses: int, max_context_len: int, has_adapters: bool = False) -> None:
+    def verify_rows(
+        self, num_rows: int, guesses: int, max_context_len: int, shares: bool = False, has_adapters: bool = False
+    ) -> None:
         """Run one verifying step over the first rows, with places for so many guesses, all of it on the device.
 
-        has_adapters: as for decode_rows
+        shares, has_adapters: as for decode_rows
         """
         assert self.verifier is not None
-        draw = partial(self._draw_places, max_context_len, has_adapters)
+
+        def draw(places: Places, guesses: Guesses | None) -> Tensor:
+            own = self.batch.gather(places.row_of)
+            context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
+            context.guesses, context.prefixes = guesses, self.batch.prefixes if shares else None
+            adapters = own.adapters if has_adapters else None
+            hidden = self._run_rows(places.tokens, context, adapters)
+            logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
+            return self._sample(logits, own.temperatures, own.seeds, context.context_lens)
+
         self.verifier.verify(num_rows, guesses, draw, self.logits)
-
-    def _draw_places(self, max_context_len: int, has_adapters: bool, places: Places, guesses: Guesses | None) -> Tensor:
-        """Run the model over the places of a verifying step, and draw behind each; returns the tokens, [places].
-
-        guesses: which of the places they have; None: some places were left out
-        """
-        own = self.batch.gather(places.row_of)
-        context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
-        context.guesses = guesses
-        adapters = own.adapters if has_adapters else None
-        hidden = self._run_rows(places.tokens, context, adapters)
-        logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
-        return self._sample(logits, own.temperatures, own.seeds, context.context_lens)
 
     def draw(self, logits: Tensor, positions: Tensor) -> None:
         """Draw a token for each of the first rows, and advance these."""
@@ -176,17 +174,13 @@ class Steps:
 
         Returns the step's InputBatch.drawn, [rows]; of a verifying step, Verifier.kept.
         """
-        batch, rows, logits, processors = self.batch, launched.rows, launched.logits, self.logits_processors
-
-        def again(drawn: Drawn) -> Tensor:
-            none_left = processors.redraw(drawn, launched.extras, masks)
-            return drawn.token_ids.masked_fill(none_left, NONE_LEFT)
-
+        batch, rows, logits = self.batch, launched.rows, launched.logits
+        again = partial(self.logits_processors.redraw, extras=launched.extras, masks=masks)
         if self.verifier is not None and launched.places is not None:
-            if processors.wanted:
+            if self.logits_processors.wanted:
                 self.verifier.redraw(launched.places, logits, again)
             return self.verifier.kept[rows]
-        if not processors.wanted:
+        if not self.logits_processors.wanted:
             return batch.drawn[rows]
         # The rows have advanced: batch.positions are those of the drawn tokens.
         how = batch.last_tokens[rows], batch.positions[rows], batch.temperatures[rows], batch.seeds[rows]
