@@ -12,8 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
-from nanoinfer.attention.cache_layout import CacheLayout, lay_out
-from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
+from nanoinfer.attention.cache_layout import MAX_SLOTS, CacheLayout, lay_out
+from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, Draft, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
@@ -38,7 +38,6 @@ OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.js
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
-MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @hints_for("LLM")
@@ -91,7 +90,8 @@ class Config:
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
-        A Drafter makes guesses of its own. None: there are none, as on a GPU, and in models whose layers keep a state
+        "draft": draft_model guesses, and a Drafter as it likes. None: nobody, as on a GPU, or where layers keep a state
+    draft_model: a folder or a Hub id: the small model of "draft", of the same vocabulary. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
@@ -150,6 +150,7 @@ class Config:
     max_adapters: int = 0
     max_adapter_rank: int = 16
     speculation: str | Drafter | None = None
+    draft_model: str | None = None
     max_guesses: int = 8
     remember_outputs: int = 0
     images: bool | str = "auto"
@@ -176,6 +177,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
+    draft: Draft | None = field(init=False, repr=False)  # what draft_model holds
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
@@ -220,15 +222,19 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
-        self.speculation = check_speculation(self.speculation)
+        self.speculation = check_speculation(self.speculation, self.draft_model)
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
-        own = "model", self.model, self.revision, CHECKPOINT_FILES
-        self.model, self.tokenizer = find_folder(*own), self._find_tokenizer()
+        source, self.model = self.model, find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
+        if self.tokenizer is not None or self.tokenizer_revision is not None:
+            wanted = source if self.tokenizer is None else self.tokenizer
+            self.tokenizer = find_tokenizer(wanted, self.tokenizer_revision)
+        if self.draft_model is not None:
+            self.draft_model = find_folder("draft_model", self.draft_model, None, CHECKPOINT_FILES)
 
     def _read_checkpoint(self) -> None:
         """Read the checkpoint's settings, and check what depends on them."""
@@ -242,21 +248,18 @@ class Config:
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
-        model = self.description
-        check_speculating(self.speculation, self.device, model.generates, model.has_states, self.routed_experts)
+        model, self.draft = self.description, None
+        can = model.generates, model.has_states, self.routed_experts, self.sees
+        check_speculating(self.speculation, self.device, *can)
+        if self.draft_model is not None:
+            own = model, self.tokenizer or self.model
+            self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
-        self.attention_backend = choose_backend(
-            self.attention_backend,
-            self.device,
-            self.torch_dtype,
-            self.kvcache_block_size,
-            self.description.largest_head,
-            self.kv_cache_dtype == "fp8",
-            self.description.sinks,
-            self.is_in_order,
-        )
+        shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
+        wishes = self.kv_cache_dtype == "fp8", any(model.sinks for model in self.models), self.is_in_order
+        self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
         if self.deterministic:
@@ -266,6 +269,16 @@ class Config:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
         if token_id < self.description.vocab_size:
             self.eos_token_ids |= {token_id}
+
+    @property
+    def models(self) -> list[Description]:
+        """The models whose keys lie in the KV cache: the LLM's, then its draft model."""
+        return [self.description, *([] if self.draft is None else [self.draft.description])]
+
+    @property
+    def largest_head(self) -> int:
+        """The numbers in a head, in the layer where they are the most."""
+        return max(model.largest_head for model in self.models)
 
     @property
     def sees(self) -> bool:
@@ -329,12 +342,6 @@ class Config:
             return torch.device("cpu")
         return torch.device("cuda", rank if self.starts_ranks else torch.cuda.current_device())
 
-    def _find_tokenizer(self) -> str | None:
-        """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
-        if self.tokenizer is None and self.tokenizer_revision is None:
-            return None
-        return find_tokenizer(self.model if self.tokenizer is None else self.tokenizer, self.tokenizer_revision)
-
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
         for name, low, high in (
@@ -379,22 +386,15 @@ class Config:
             longest = self.cache_layout.longest(self.cache_layout.pool_of(blocks), longest)
         if self.fits_length:
             self.max_model_len = longest
-        elif longest < self.max_model_len:
-            needed = -(-self.max_model_len // self.kvcache_block_size)
-            raise ValueError(
-                f"num_kvcache_blocks={blocks}: one sequence of max_model_len={self.max_model_len} needs {needed} blocks"
-                f" of {self.kvcache_block_size} tokens; raise it, or lower max_model_len to {longest}"
-            )
+        elif blocks is not None and longest < self.max_model_len:
+            raise self.cache_layout.too_few(blocks, self.max_model_len)
 
     def _lay_out_cache(self) -> None:
         """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
         self.description = self.description.within(self.max_model_len)
-        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.largest_head)
-        self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
-        self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
-        most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)
-        if self.num_kvcache_blocks is not None and self.num_kvcache_blocks > most:
-            raise ValueError(
-                f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
-                f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
-            )
+        if self.draft is not None:
+            self.draft = self.draft.within(self.max_model_len, self.description.long_from)
+        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.largest_head)
+        memory, *draft = [model.memory(self.tensor_parallel_size) for model in self.models]
+        self.cache_layout = lay_out(memory, self.kvcache_block_size, unit, *draft)
+        self.cache_layout.check(self.num_kvcache_blocks, self.max_num_batched_tokens)

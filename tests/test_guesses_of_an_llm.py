@@ -262,10 +262,13 @@ def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
     ("wrong", "message"),
     [
         (
-            {"speculation": "draft"},
-            "speculation='draft': nanoinfer has no such drafter yet; 'auto' or 'suffix' guesses",
+            {"speculation": "mtp"},
+            "speculation='mtp': nanoinfer has no such drafter yet; 'auto' or 'suffix' or 'draft' guesses",
         ),
-        ({"speculation": "ngram"}, "speculation='ngram': must be one of 'auto', 'suffix', None, or an object with"),
+        (
+            {"speculation": "ngram"},
+            "speculation='ngram': must be one of 'auto', 'suffix', 'draft', None, or an object with",
+        ),
         ({"speculation": 3}, "speculation=3: must be one of"),
         ({"max_guesses": 0}, "max_guesses=0: must be an integer from 1 to 15"),
         ({"max_guesses": 16}, "max_guesses=16: must be an integer from 1 to 15"),
@@ -285,7 +288,7 @@ def test_what_cannot_be_is_said_at_once(wrong: dict[str, Any], message: str) -> 
 def test_a_gpu_verifies_no_guesses_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu",))
     with pytest.raises(ValueError, match=r"speculation='auto': must be left out on device='cuda'.* device='cpu' can"):
-        check_speculating("auto", "cuda", generates=True, has_states=False, routed_experts=False)
+        check_speculating("auto", "cuda", *(True, False, False, False))
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,11 @@ class ModelRunner:
         if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
-        self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
+        layout = config.cache_layout.part(range(model.num_layers))
+        self.backend = make_backend(config.attention_backend, layout, config.is_in_order)
         most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
-        self.holdings.weights.load(config, self._voice)
+        self.holdings.load(self._voice)
         if config.device == "cuda":
             read_triton().join()
         shape = max(config.max_num_seqs, most_tokens(self.verify_sizes)), self.holdings.model.num_ids

@@ -122,7 +122,7 @@ def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, dev
     heads = config.description.num_heads // num_ranks
     generator = torch.Generator(device).manual_seed(0)
     numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
-    for group in config.cache_layout.groups:
+    for group in config.cache_layout.part(range(config.description.num_layers)).groups:
         q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
         kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
         sinks = numbers(heads).float() if config.description.sinks else None

@@ -62,7 +62,7 @@ class Steps:
         how = prefixes, has_deltas, self._may_adapt, drafting
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
         if drafting is not None:
-            self.verifier = Verifier(config, tp, self.batch, drafting)
+            self.verifier = Verifier(config, tp, self.batch, drafting, holdings)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -105,6 +105,8 @@ class Steps:
             assert self.holdings.images is not None
             prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
+        if self.verifier is not None and self.verifier.draft is not None:
+            self.verifier.draft.prefill(prompts)
         extras = self.extras(message.num_tokens)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 
