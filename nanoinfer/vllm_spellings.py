@@ -12,6 +12,7 @@ Spelling = Callable[[Any, Options], Options]
 """What makes our arguments of one that is not None. It gets all arguments of the call, too."""
 
 POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
+DRAFT_MODEL = "draft_model"  # a method of its speculative_config
 OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments
 
 
@@ -54,20 +55,21 @@ def _count_adapters(value: Any, beside: Options) -> Options:
 
 
 def _speculate(config: Any, beside: Options) -> Options:
-    """Return our options for vLLM's speculative_config. Settings of its drafters' searches change no result."""
+    """Return our options for vLLM's speculative_config. Other settings of its drafters change no result."""
     name = "speculative_config"
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}={short(config)}: must be a mapping, such as {{'method': 'suffix'}}")
     if not config:
         return {}
-    method = config.get("method")
-    if method not in ("ngram", "suffix"):
+    model, count = config.get("model"), config.get("num_speculative_tokens")
+    method = config.get("method", None if model is None else DRAFT_MODEL)
+    if method not in ("ngram", "suffix", DRAFT_MODEL):
         raise ValueError(
-            f"{name}={short(config)}: its method must be 'ngram' or 'suffix': nanoinfer guesses from earlier text, and"
-            " has no draft models; see LLM(speculation=...)"
+            f"{name}={short(config)}: its method must be 'ngram', 'suffix' or {DRAFT_MODEL!r}: nanoinfer guesses from"
+            " earlier text, or by a small model; see LLM(speculation=...)"
         )
-    count = config.get("num_speculative_tokens")
-    return {"speculation": "suffix"} | ({} if count is None else {"max_guesses": count})
+    ours = {"speculation": "draft", "draft_model": model} if method == DRAFT_MODEL else {"speculation": "suffix"}
+    return ours | ({} if count is None else {"max_guesses": count})
 
 
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {

@@ -274,7 +274,7 @@ def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
         ({"max_guesses": 16}, "max_guesses=16: must be an integer from 1 to 15"),
         (
             {"speculative_config": {"method": "eagle3"}},
-            r"speculative_config=.*: its method must be 'ngram' or 'suffix'",
+            r"speculative_config=.*: its method must be 'ngram', 'suffix' or",
         ),
         ({"speculative_config": "suffix"}, "speculative_config='suffix': must be a mapping"),
     ],

@@ -265,8 +265,11 @@ class TestOptions:
                 {"distributed_executor_backend": OutputKind},
                 "an LLM starts its ranks itself, or has those of tensor_par",
             ),
-            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation='suffix', max_guesses=...\)"),
-            ({"speculative_config": {"model": "a"}}, "its method must be 'ngram' or 'suffix': nanoinfer guesses from"),
+            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=...\), and"),
+            (
+                {"speculative_config": {"method": "eagle"}},
+                "its method must be 'ngram', 'suffix' or 'draft_model': nano",
+            ),
         ],
         ids=repr,
     )

@@ -73,7 +73,7 @@ class LLMEngine:
         times = self.ranks.call("time_steps")
         may_decline = config.speculation == "auto"
         budget = Budget(self.ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
-        return SpeculatingScheduler(manager, *limits, budget, config.max_guesses)
+        return SpeculatingScheduler(manager, *limits, budget, config.max_guesses, config.draft is not None)
 
     def _keeps_image(self, key: bytes) -> bool:
         images = self.ranks.runner.holdings.images

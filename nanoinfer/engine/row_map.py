@@ -91,6 +91,7 @@ class RowMap:
         moves = self._pack(step.seqs)
         grown = [(seq.row, group, column, seq.block_tables[group][column]) for seq, group, column in step.grown]
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, guesses=step.guesses)
+        message.lacking = [_describe_chunk(chunk) for chunk in step.lacking]
         if not step.guesses:  # a step that verifies does not read shared prefixes once
             message.new_prefixes = self._new_prefixes()
             message.shares = self._shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from nanoinfer.engine.admission.admission import Admission
@@ -66,6 +66,9 @@ class DecodeStep:
     due: list[Sequence]  # sequences that this step takes to their check_at
     max_context_len: int
     guesses: int = 0  # so many places there are for guesses of all sequences: see SpeculatingScheduler
+    lacking: list[Chunk] = field(
+        default_factory=list
+    )  # tokens whose keys a draft model lacks: see SpeculatingScheduler
 
     @property
     def num_tokens(self) -> int:

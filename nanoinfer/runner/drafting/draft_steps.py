@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts
 from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
@@ -29,7 +31,8 @@ class DraftSteps:
     holds more often than one drawn by other noise: always, if the logits are equal.
 
     In a step that verifies, it first computes the last two tokens of each row. It lacks the first one's keys where all
-    guesses of the step before have held. It computes prompts beside the model; no plain step is its own.
+    guesses of the step before have held. It computes prompts beside the model, and has no part in plain steps: the host
+    lets it catch up before it guesses again.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class DraftSteps:
             next(number for number, group in enumerate(groups) if group.pages == own.pages)
             for own in config.cache_layout.part(config.draft.layers).groups
         ]
-        self._longest = config.max_model_len
+        self._longest, self._at_once = config.max_model_len, config.max_num_batched_tokens
         self._skips_empty = config.is_plain_cpu
         self._sampler = Sampler(self._weights.model.first_id, tp)
 
@@ -60,6 +63,11 @@ class DraftSteps:
         context = prompts.context
         groups = [context.groups[number] for number in self._groups]
         self._weights.model(prompts.token_ids, replace(context, layers=self._layers, groups=groups))
+
+    def catch_up(self, chunks: list[ChunkMessage]) -> None:
+        """Compute the keys of tokens that plain steps have brought."""
+        for part in _cut(chunks, self._at_once):
+            self.prefill(PrefillInputs(part, [], self._holdings.kv_cache))
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Draw guesses for each of the first rows, as many as there are places for each."""
@@ -109,3 +117,19 @@ class DraftSteps:
         """The draft model's layers of the KV cache that there is now, by its own numbers."""
         first = self._first_layer
         return {layer - first: pages for layer, pages in self._holdings.kv_cache.layers.items() if layer >= first}
+
+
+def _cut(chunks: list[ChunkMessage], most: int) -> Iterator[list[ChunkMessage]]:
+    """Yield the chunks, or parts of them, of which so many tokens at most are computed at once."""
+    part, room = list[ChunkMessage](), most
+    for chunk in chunks:
+        begin, length = 0, len(chunk.token_ids)
+        while begin < length:
+            end = min(length, begin + room)
+            part.append(replace(chunk, token_ids=chunk.token_ids[begin:end], start=chunk.start + begin))
+            room, begin = room - (end - begin), end
+            if room == 0:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

@@ -21,7 +21,7 @@ from nanoinfer.runner.drafting.proposer import Proposer, TextProposer
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.plan import total_bytes
-from nanoinfer.runner.message import PrefillMessage
+from nanoinfer.runner.message import DecodeMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
 
 Draw = Callable[[Places, Guesses | None], Tensor]
@@ -53,8 +53,13 @@ class Verifier:
         self._proposer: Proposer = self.draft or TextProposer(drafter, self.texts, rows, self._most)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
 
-    def update(self, message: PrefillMessage) -> None:
-        """Take the texts of the sequences that join with a step, before it runs."""
+    def update(self, message: StepMessage) -> None:
+        """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
+        if isinstance(message, DecodeMessage):
+            if message.lacking:
+                assert self.draft is not None
+                self.draft.catch_up(message.lacking)
+            return
         joining = [join.drafting for join in message.joins if join.drafting is not None]
         assert len(joining) == len(message.joins)
         if joining:

@@ -93,7 +93,7 @@ class Steps:
         """Bring the rows up to date, as the message says, before its step runs."""
         self.batch.update(message)
         self.logits_processors.update(message)
-        if self.verifier is not None and isinstance(message, PrefillMessage):
+        if self.verifier is not None:
             self.verifier.update(message)
 
     def prefill(self, message: PrefillMessage) -> Launched:
