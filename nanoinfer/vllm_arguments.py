@@ -133,7 +133,7 @@ CUT_BEFORE = "a prompt that is too long is refused: cut it before"
 BEAMS = "SamplingParams has no beams: call llm.beam_search"
 READS = "a checkpoint's files say how it is read; LLM(runner=...) says whether it only reads"
 NOT_LOGGED = "the log tells of no requests"
-SPECULATION = "write LLM(speculation=...), and with 'draft' LLM(draft_model=...)"
+SPECULATION = "write LLM(speculation=..., max_guesses=..., draft_model=...)"
 NOT_HERE = "nothing here depends on it"
 
 Line = tuple[str, Values, str]

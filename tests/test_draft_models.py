@@ -160,6 +160,13 @@ def test_the_memory_counts_it(plain: LLM) -> None:
         assert llm.memory.block_bytes == 2 * plain.memory.block_bytes
 
 
+def test_a_draft_that_leaves_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", 1 << 20)
+    message = "the KV cache has 1 MiB, but one sequence of max_model_len=2048 needs 32 MiB in blocks .*, draft_model="
+    with pytest.raises(ValueError, match=f"{message}'.*' takes 16 MiB"):
+        make(**ITSELF, max_model_len=2048, num_kvcache_blocks=None, max_num_seqs=4)
+
+
 @pytest.fixture
 def vocabularies(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Folders of drafts that are none of the bundled model's."""

@@ -265,7 +265,7 @@ class TestOptions:
                 {"distributed_executor_backend": OutputKind},
                 "an LLM starts its ranks itself, or has those of tensor_par",
             ),
-            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=...\), and"),
+            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=..., max_guesses=..., dr"),
             (
                 {"speculative_config": {"method": "eagle"}},
                 "its method must be 'ngram', 'suffix' or 'draft_model': nano",

@@ -108,6 +108,7 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         _numbers(config),
         config.attention_backend,
         "sees images" if config.sees else "",
+        "" if config.draft is None else f"draft by {name_of(config.draft.folder)}",
         " of ".join(processes),
         f"KV cache of {memory.tokens:,} tokens"
         f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",

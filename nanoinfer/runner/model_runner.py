@@ -37,7 +37,7 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
-from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
+from nanoinfer.runner.memory.plan import MemoryPlan, graph_bytes, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.steps.one_by_one import OneByOne
@@ -234,10 +234,9 @@ class ModelRunner:
 
     def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
-        graph_bytes = sum(map(len, self._graph_sizes.values())) * BYTES_PER_GRAPH
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        needs = held, step_bytes, graph_bytes, image_bytes, slots
+        needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), image_bytes, slots
         self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)

@@ -42,7 +42,7 @@ def last_two_tokens_reference(rows: DraftedRows, texts: Tensor, slots: Tensor) -
     """last_two_tokens in torch."""
     placed = _placed(rows, 0)
     before = (placed - 1).where(placed >= 0, -1)
-    tokens = texts[slots.clamp(min=0), before.clamp(min=0)].where(placed >= 0, 0)
+    tokens = texts[slots.clamp(min=0), before.clamp(min=0)].where(before >= 0, 0)
     row_of = torch.arange(len(slots), dtype=torch.int32)
     last = rows.last_tokens.where(placed >= 0, 0)
     return torch.cat([tokens, last]), torch.cat([before, placed]), row_of.repeat(2)
