@@ -91,7 +91,7 @@ class Config:
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
-        A Drafter makes guesses of its own. None: there are none, as on a GPU, and in models whose layers keep a state
+        A Drafter makes guesses of its own. None: there are none, as in models whose layers keep a state
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
@@ -243,7 +243,7 @@ class Config:
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
         model = self.description
-        check_speculating(self.speculation, self.device, model.generates, model.has_states, self.routed_experts)
+        check_speculating(self.speculation, model.generates, model.has_states, self.routed_experts)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
