@@ -90,7 +90,7 @@ class Config:
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
-        "draft": draft_model guesses, and a Drafter as it likes. None: nobody, as on a GPU, or where layers keep a state
+        "draft": draft_model guesses, and a Drafter as it likes. None: nobody, as where layers keep a state
     draft_model: a folder or a Hub id: the small model of "draft", of the same vocabulary. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
@@ -250,7 +250,7 @@ class Config:
         self.description.check_head(self.lm_head_dtype)
         model, self.draft = self.description, None
         can = model.generates, model.has_states, self.routed_experts, self.sees
-        check_speculating(self.speculation, self.device, *can)
+        check_speculating(self.speculation, *can)
         if self.draft_model is not None:
             own = model, self.tokenizer or self.model
             self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)

@@ -166,7 +166,7 @@ class SpeculatingScheduler(Scheduler):
             return super().postprocess(step, cast(Iterable[tuple[Sequence, int]], tokens))
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
-        guesses, num_guessing, num_accepted = step.guesses, 0, 0
+        guesses, held = step.guesses, list[int]()
         for seq, drawn in tokens:
             new = drawn if isinstance(drawn, list) else [drawn]
             if seq.is_finished:
@@ -176,8 +176,7 @@ class SpeculatingScheduler(Scheduler):
             own.num_steps -= 1
             own.most_tokens -= own.reach(guesses)
             if own.most_guesses:
-                num_guessing += 1
-                num_accepted += max(0, len(new) - 1)
+                held.append(max(0, len(new) - 1))
             num_taken = self._take(seq, new)
             num_dropped += len(new) - num_taken
             seq.num_accepted_tokens += max(0, num_taken - 1)
@@ -185,7 +184,7 @@ class SpeculatingScheduler(Scheduler):
                 ended.append(seq)
         if guesses:
             self._num_verifying -= 1
-            self.budget.note(num_guessing, guesses, num_accepted)
+            self.budget.note(guesses, held)
         return ended, num_dropped
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
