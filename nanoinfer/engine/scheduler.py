@@ -66,9 +66,7 @@ class DecodeStep:
     due: list[Sequence]  # sequences that this step takes to their check_at
     max_context_len: int
     guesses: int = 0  # so many places there are for guesses of all sequences: see SpeculatingScheduler
-    lacking: list[Chunk] = field(
-        default_factory=list
-    )  # tokens whose keys a draft model lacks: see SpeculatingScheduler
+    lacking: list[Chunk] = field(default_factory=list)  # tokens of which a draft model lacks the keys
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -150,9 +149,9 @@ class InputBatch:
         """What all rows have, as `gather` returns it of some."""
         return RowColumns(self.block_tables, self.temperatures, self.seeds, self.deltas, self.adapters)
 
-    def divide(self, block_tables: Tensor) -> tuple[Tensor, ...]:
+    def divide(self, block_tables: Tensor) -> list[Tensor]:
         """Return the block tables of each group of layers; block_tables: [n, columns], from RowColumns"""
-        return block_tables.split(self._widths, dim=1)
+        return list(block_tables.split(self._widths, dim=1))
 
     def verify_context(self, places: Places, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
         """Return the context of a verifying step: to the layers, each place is a row that decodes one token.
@@ -163,12 +162,7 @@ class InputBatch:
         return self._context(places.positions, tables, own.deltas, kv_cache, max_context_len)
 
     def _context(
-        self,
-        positions: Tensor,
-        tables: Sequence[Tensor],
-        deltas: Tensor | None,
-        kv_cache: KVCache,
-        max_context_len: int,
+        self, positions: Tensor, tables: list[Tensor], deltas: Tensor | None, kv_cache: KVCache, max_context_len: int
     ) -> Context:
         """Locate one token of each row; tables, deltas: those of its rows."""
         groups = []
