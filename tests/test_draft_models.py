@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, build
-from conftest import assert_equal, greedy, whole_only
+from conftest import HAS_CUDA, assert_equal, greedy, whole_only
 from safetensors.torch import load_file, save_file
 from test_guesses_of_an_llm import PARAMS, PROMPTS, SPEECHES, SPREAD, assert_counts, expected, make, plain, run
 
@@ -94,6 +94,32 @@ def test_a_model_guesses_all_of_its_own_tokens(spread: str, wanted: list[Request
     with make(**ITSELF, **SPREAD[spread]) as llm:
         assert_all_hold(llm, wanted)
         assert_all_hold(llm, wanted)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU; the last test has its graphs")
+@pytest.mark.parametrize("is_itself", [True, *whole_only([False])])
+def test_empty_places_change_nothing(is_itself: bool, make_qwen3: Callable[..., str]) -> None:
+    """Where kernels are interpreted, steps have all places, as a GPU's graphs have. One row ends before the other."""
+    folder = make_qwen3(num_hidden_layers=1, vocab_size=64)
+    draft = folder if is_itself else make_qwen3(num_hidden_layers=1, vocab_size=64, head_dim=16)
+    shape = {
+        "device": "cpu",
+        "max_model_len": 32,
+        "kvcache_block_size": 16,
+        "num_kvcache_blocks": 20,
+        "max_num_seqs": 2,
+    }
+    params = [SamplingParams(temperature=0.8 * i, max_tokens=4 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
+    outputs = []
+    for options in (
+        {},
+        {"attention_backend": "triton", "speculation": "draft", "draft_model": draft, "max_guesses": 2},
+    ):
+        with LLM(folder, **shape, **options) as llm:
+            outputs.append(run(llm, [[5, 6, 7], [8, 9]], params))
+    assert_equal(outputs[1], outputs[0])
+    for output in outputs[1]:
+        assert (output.num_accepted_tokens == output.num_proposed_tokens) == is_itself
 
 
 def test_it_catches_up_with_plain_steps(monkeypatch: pytest.MonkeyPatch, wanted: list[RequestOutput]) -> None:
@@ -227,3 +253,24 @@ def test_vllms_names_work(method: dict[str, str]) -> None:
     config = {"model": BUNDLED_MODEL, "num_speculative_tokens": 3, **method}
     with make(speculative_config=config) as llm:
         assert (llm.config.speculation, llm.config.draft_model, llm.config.max_guesses) == ("draft", BUNDLED_MODEL, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"enforce_eager": True}, {"deterministic": True}], ids=repr
+)
+@pytest.mark.parametrize("draft", ["itself", "random"])
+def test_a_gpu_gives_the_same_tokens(draft: str, options: dict[str, Any], drafts: dict[str, str]) -> None:
+    """Rows come and go, so that graphs have empty rows; a draft of nearly equal logits is nearly always right."""
+    params = [SamplingParams(temperature=0.4 * (i % 3), seed=i, max_tokens=8 + 5 * (i % 17)) for i in range(40)]
+    prompts, texts, held, proposed = [SPEECHES[i % len(SPEECHES)] for i in range(40)], [], 0, 0
+    for own in ({}, {"speculation": "draft", "draft_model": drafts[draft]}):
+        with make(**{"device": "cuda", **options, **own}) as llm:
+            outputs = run(llm, prompts, params)
+            texts.append([output.token_ids for output in outputs])
+            held, proposed = llm.stats().num_accepted_tokens, llm.stats().num_proposed_tokens
+    assert proposed > 300
+    if draft == "itself":
+        assert held > 0.9 * proposed
+    if options.get("dtype") != "bfloat16":
+        assert texts[0] == texts[1]

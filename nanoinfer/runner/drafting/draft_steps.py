@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.context import Context, GroupContext
+from nanoinfer.attention.context import Context, GroupContext, Guesses
 from nanoinfer.config import Config
 from nanoinfer.kernels.drafting.draft import DraftedRows, last_two_tokens, next_tokens
 from nanoinfer.kernels.drafting.gather import RowColumns
@@ -54,6 +54,8 @@ class DraftSteps:
             next(number for number, group in enumerate(groups) if group.pages == own.pages)
             for own in config.cache_layout.part(config.draft.layers).groups
         ]
+        self._heads = config.draft.description.num_heads // tp.size
+        self._ones = torch.ones_like(rows.ends)
         self._longest, self._at_once = config.max_model_len, config.max_num_batched_tokens
         self._skips_empty = config.is_plain_cpu
         self._sampler = Sampler(self._weights.model.first_id, tp)
@@ -76,19 +78,23 @@ class DraftSteps:
         rows = DraftedRows(*(column[:num_rows] for column in of_batch))
         depth = min(self._most, -(-guesses // num_rows))
         tokens, positions, row_of = last_two_tokens(rows, self._texts.tokens, columns.texts[:num_rows])
-        drawn = [self._draw(tokens, positions, batch.gather(row_of), num_rows)]
+        # To the backend a row's last token is a guess behind the one before, so that their keys are read once for both.
+        pairs = Guesses(row_of[:num_rows], self._ones[:num_rows], 1, self._heads)
+        drawn = [self._draw(tokens, positions, batch.gather(row_of), num_rows, pairs)]
         own = batch.columns.at(slice(num_rows))
         while len(drawn) < depth:
-            drawn.append(self._draw(*next_tokens(rows, drawn[-1], len(drawn)), own, 0))
+            drawn.append(self._draw(*next_tokens(rows, drawn[-1], len(drawn)), own))
         return torch.stack(drawn, dim=1), torch.full_like(rows.positions, depth)
 
-    def _draw(self, tokens: Tensor, positions: Tensor, own: RowColumns, first: int) -> Tensor:
+    def _draw(
+        self, tokens: Tensor, positions: Tensor, own: RowColumns, first: int = 0, pairs: Guesses | None = None
+    ) -> Tensor:
         """Run the draft model over tokens, each of some row; returns what it draws behind those from `first` on.
 
-        own: what each token has of its row
+        own: what each token has of its row; pairs: as for Context.guesses
         """
         if not self._skips_empty:
-            return self._draw_all(tokens, positions, own, first)
+            return self._draw_all(tokens, positions, own, first, pairs)
         filled = (positions >= 0).nonzero()[:, 0]
         drawn = torch.full_like(tokens[first:], NO_TOKEN)
         if len(filled):
@@ -97,8 +103,11 @@ class DraftSteps:
             drawn[filled[number:] - first] = self._draw_all(*some, number)
         return drawn
 
-    def _draw_all(self, tokens: Tensor, positions: Tensor, own: RowColumns, first: int) -> Tensor:
+    def _draw_all(
+        self, tokens: Tensor, positions: Tensor, own: RowColumns, first: int, pairs: Guesses | None = None
+    ) -> Tensor:
         context = self._context(positions, own)
+        context.guesses = pairs
         self._weights.backend.prepare_decode(context)
         hidden = self._weights.model(tokens, context)
         logits = self._weights.model.compute_logits(hidden[first:])
