@@ -77,6 +77,8 @@ class DraftSteps:
         of_batch = batch.last_tokens, batch.positions, columns.ends, columns.may_guess
         rows = DraftedRows(*(column[:num_rows] for column in of_batch))
         depth = min(self._most, -(-guesses // num_rows))
+        if self._skips_empty:  # then a step has no more guesses than limits allow
+            depth = min(depth, max(1, int(columns.limits[:num_rows].max())))
         tokens, positions, row_of = last_two_tokens(rows, self._texts.tokens, columns.texts[:num_rows])
         # To the backend a row's last token is a guess behind the one before, so that their keys are read once for both.
         pairs = Guesses(row_of[:num_rows], self._ones[:num_rows], 1, self._heads)
