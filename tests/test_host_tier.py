@@ -184,7 +184,7 @@ class OperationsWithHost(RandomOperations):
         for seq in self.live:
             self.manager.free(seq)
         self.live.clear()
-        self.manager.lose_blocks()
+        self.manager.prefixes.lose_blocks()
         self.blocks = dict.fromkeys(range(self.num_blocks))
         assert not any(block.node for block in self.manager.blocks)
 
@@ -230,7 +230,7 @@ class OperationsWithHost(RandomOperations):
         """Nothing has leaked: after all is forgotten, other sequences' blocks get every slot."""
         self.is_planning = False
         self.manager.free_all()
-        self.manager.forget_all([])
+        self.manager.prefixes.forget_all([])
         assert len(self.tree) == 0
         slots: set[int] = set()
         self.manager.tier.restore = self.restore
@@ -425,7 +425,7 @@ class TestByExample:
         manager.extend(seq, 8)
         assert manager.plan(seq, 0, 8).snapshots
         manager.free(seq)
-        manager.lose_blocks()
+        manager.prefixes.lose_blocks()
         assert not list(manager.tree)
 
 

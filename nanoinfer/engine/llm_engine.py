@@ -187,7 +187,7 @@ class LLMEngine:
         result = planned(step, now)
         message, seqs = self.row_map.describe(step)
         for seq in without_images(step):
-            self.scheduler.block_manager.forget(seq)  # no later step may share what this one computes
+            self.scheduler.block_manager.prefixes.forget(seq)  # no later step may share what this one computes
         message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
         result.note_transfers(message.transfers)
         guided = self.matchers.guided(seqs)
@@ -223,7 +223,7 @@ class LLMEngine:
         self.ranks.compare("sleep", keep_weights)
         with delayed_interrupt():
             self.drain()
-            self.scheduler.block_manager.lose_blocks()
+            self.scheduler.block_manager.prefixes.lose_blocks()
             if not keep_weights:
                 self.scheduler.reset_prefix_cache()
                 self.updater.drop()
@@ -261,7 +261,8 @@ class LLMEngine:
     def _fail(self, failed: dict[Sequence, str]) -> list[Sequence]:
         """End sequences by what is wrong with each; returns them."""
         for seq, why in failed.items():
-            self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+            # A NaN may have come to tokens before its own, by 0 * NaN.
+            self.scheduler.block_manager.prefixes.forget(seq)
             self.finish(seq, "error", why)
         return list(failed)
 

@@ -287,7 +287,7 @@ class Scheduler:
         """
         begun = [seq for seq in self.unfinished if seq.block_tables and adapter in (None, seq.adapter)]
         if adapter is None:
-            self.block_manager.forget_all(begun)
+            self.block_manager.prefixes.forget_all(begun)
         else:
             self.block_manager.forget_adapter(adapter, begun)
         for seq in self.waiting:
@@ -324,7 +324,7 @@ class Scheduler:
         ended = [seq for seq in scored if not seq.is_finished]
         for seq in ended:
             if seq.prompt_logprobs.has_nan:
-                self.block_manager.forget(seq)
+                self.block_manager.prefixes.forget(seq)
             self.finish(seq, "length")
         return ended
 

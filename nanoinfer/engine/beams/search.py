@@ -192,7 +192,7 @@ class BeamSearches:
             search.hypotheses.fail()
             going_on = []
             for seq in search.seqs:
-                self._blocks.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+                self._blocks.prefixes.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
         search.seqs = self._descend(search.seqs, going_on)
 
     def _descend(self, seqs: list[Sequence], going_on: list[Candidate]) -> list[Sequence]:
