@@ -43,7 +43,7 @@ from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.drafting.drafter import RowTexts
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes

@@ -10,7 +10,7 @@ from itertools import cycle
 
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.workloads import Workload
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 

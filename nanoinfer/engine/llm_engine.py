@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
-from nanoinfer.engine.faults import without_images, without_numbers, without_token
 from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.ranks.adapters import Adapters
@@ -17,13 +16,14 @@ from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.engine.record import record_extras
-from nanoinfer.engine.routed_experts import RoutedExperts
+from nanoinfer.engine.results.faults import without_images, without_numbers, without_token
+from nanoinfer.engine.results.record import record_extras
+from nanoinfer.engine.results.routed_experts import RoutedExperts
+from nanoinfer.engine.results.stats import Counters
+from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.scheduler import DecodeStep, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_plain, read_verified
-from nanoinfer.engine.stats import Counters
-from nanoinfer.engine.step_result import InFlight, StepResult, planned
 from nanoinfer.grammar import Grammar
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state

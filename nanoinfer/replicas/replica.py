@@ -24,8 +24,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen

@@ -14,9 +14,9 @@ from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
-from nanoinfer.engine.faults import not_finite
 from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb

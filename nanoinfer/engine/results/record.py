@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.engine.routed_experts import ExpertIds, RoutedExperts
+from nanoinfer.engine.results.routed_experts import ExpertIds, RoutedExperts
 from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.extras import Extras
