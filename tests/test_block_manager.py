@@ -13,8 +13,9 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE
-from nanoinfer.engine.scheduler import Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import Step
 from nanoinfer.runner.message import ChunkStates
 
 BLOCK = 4

@@ -39,8 +39,9 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.process.host_memory import total_bytes
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import PrefillMessage, StepMessage, Transfers

@@ -21,9 +21,9 @@ from nanoinfer.engine.results.record import record_extras
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
-from nanoinfer.engine.scheduler import DecodeStep, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_plain, read_verified
+from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar import Grammar
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state

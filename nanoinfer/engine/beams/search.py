@@ -12,8 +12,8 @@ from nanoinfer.engine.beams.hypotheses import Hypotheses, Likeliest
 from nanoinfer.engine.beams.rules import Candidate, Rules
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.results.step_result import StepResult, planned
-from nanoinfer.engine.scheduler import Chunk, PrefillStep
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import Chunk, PrefillStep
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanoinfer.engine.results.routed_experts import ExpertIds, RoutedExperts
-from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.runner.extras import Extras
 
 
