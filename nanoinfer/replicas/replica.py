@@ -38,7 +38,7 @@ from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
-from nanoinfer.runner.voice import name_hardware
+from nanoinfer.runner.start.voice import name_hardware
 from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.low_rank import Adapter

@@ -30,7 +30,7 @@ from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.updater import ALL, ReplicaUpdater
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan, tell
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.start.voice import Voice
 
 log = logging.getLogger("nanoinfer")
 
