@@ -704,7 +704,9 @@ class TestLLM:
     def test_an_interrupt_at_any_line_leaves_it_usable(
         self, expected: list[list[int]], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("test_lifecycle.HOST_FILES", ("host_tier.py", "block_manager.py", "llm_engine.py"))
+        monkeypatch.setattr(
+            "test_lifecycle.HOST_FILES", ("host_tier.py", "prefix_cache.py", "block_manager.py", "llm_engine.py")
+        )
         llm = make_llm(**OPTIONS)
         manager = llm.engine.scheduler.block_manager
 

@@ -335,6 +335,7 @@ HOST_FILES = (
     "results.py",
     "llm_engine.py",
     "ranks.py",
+    "step.py",
     "scheduler.py",
     "text_slots.py",
     "draws.py",
