@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
+
+MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,34 @@ class CacheLayout:
         """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
         low = blocks * self.prefix_size // (self.block_size * sum(self.counts))
         return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
+
+    @property
+    def most_in_pool(self) -> int:
+        """The most blocks that a pool may have, so that all their slots have numbers."""
+        return MAX_SLOTS // self.most_slots
+
+    def check_slots(self, num_kvcache_blocks: int) -> None:
+        """Raise ValueError if that option asks for more blocks than a pool may have."""
+        most = self.asked_by(self.most_in_pool)
+        if num_kvcache_blocks > most:
+            raise ValueError(
+                f"num_kvcache_blocks={short(num_kvcache_blocks)}: must be at most {most}: with"
+                f" kvcache_block_size={self.block_size}, that is {MAX_SLOTS} tokens"
+            )
+
+    def longest_in(self, num_kvcache_blocks: int, limit: int) -> int:
+        """Return how many tokens, at most `limit`, a sequence has at most in what that option asks for."""
+        return self.longest(self.pool_of(num_kvcache_blocks), limit)
+
+    def check_length(self, num_kvcache_blocks: int, max_model_len: int) -> None:
+        """Raise ValueError if what that option asks for does not hold a sequence of so many tokens."""
+        longest = self.longest_in(num_kvcache_blocks, max_model_len)
+        if longest < max_model_len:
+            raise ValueError(
+                f"num_kvcache_blocks={num_kvcache_blocks}: one sequence of max_model_len={max_model_len} needs"
+                f" {-(-max_model_len // self.block_size)} blocks of {self.block_size} tokens; raise it, or lower"
+                f" max_model_len to {longest}"
+            )
 
     @staticmethod
     def _page_numbers(group: CacheGroup) -> int:
