@@ -226,11 +226,10 @@ class Config:
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
-        folder = find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
+        source, self.model = self.model, find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
         if self.tokenizer is not None or self.tokenizer_revision is not None:
-            source = self.model if self.tokenizer is None else self.tokenizer
-            self.tokenizer = find_tokenizer(source, self.tokenizer_revision)
-        self.model = folder
+            wanted = source if self.tokenizer is None else self.tokenizer
+            self.tokenizer = find_tokenizer(wanted, self.tokenizer_revision)
 
     def _read_checkpoint(self) -> None:
         """Read the checkpoint's settings, and check what depends on them."""
@@ -353,16 +352,17 @@ class Config:
             length = short(self.max_model_len)
             raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
         self._lay_out_cache()
-        if blocks is not None and self.fits_length:
-            self.max_model_len = self.cache_layout.longest_in(blocks, self.max_model_len)
-        elif blocks is not None:
-            self.cache_layout.check_length(blocks, self.max_model_len)
+        longest = self.max_model_len
+        if blocks is not None:
+            longest = self.cache_layout.longest(self.cache_layout.pool_of(blocks), longest)
+        if self.fits_length:
+            self.max_model_len = longest
+        elif blocks is not None and longest < self.max_model_len:
+            raise self.cache_layout.too_few(blocks, self.max_model_len)
 
     def _lay_out_cache(self) -> None:
         """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
         self.description = self.description.within(self.max_model_len)
         unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.largest_head)
         self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
-        self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
-        if self.num_kvcache_blocks is not None:
-            self.cache_layout.check_slots(self.num_kvcache_blocks)
+        self.cache_layout.check(self.num_kvcache_blocks, self.max_num_batched_tokens)

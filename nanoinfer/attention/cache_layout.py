@@ -119,11 +119,11 @@ class CacheLayout:
         """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
         return CHUNK if self.states else 1
 
-    def check_grid(self, kvcache_block_size: int, max_num_batched_tokens: int) -> None:
-        """Raise ValueError if with these options chunks or prefixes could not end at multiples of `grid`."""
+    def check(self, num_kvcache_blocks: int | None, max_num_batched_tokens: int) -> None:
+        """Raise ValueError if chunks or prefixes could not end at multiples of `grid`, or there are too many blocks."""
         if self.prefix_size % self.grid:
             raise ValueError(
-                f"kvcache_block_size={kvcache_block_size}: must be a multiple of {self.grid}, as layers of this model"
+                f"kvcache_block_size={self.block_size}: must be a multiple of {self.grid}, as layers of this model"
                 " keep states"
             )
         if max_num_batched_tokens < self.grid:
@@ -131,6 +131,21 @@ class CacheLayout:
                 f"max_num_batched_tokens={max_num_batched_tokens}: must be at least {self.grid}, as layers of this"
                 " model keep states"
             )
+        most = self.asked_by(MAX_SLOTS // self.most_slots)
+        if num_kvcache_blocks is not None and num_kvcache_blocks > most:
+            raise ValueError(
+                f"num_kvcache_blocks={short(num_kvcache_blocks)}: must be at most {most}: with"
+                f" kvcache_block_size={self.block_size}, that is {MAX_SLOTS} tokens"
+            )
+
+    def too_few(self, num_kvcache_blocks: int, max_model_len: int) -> ValueError:
+        """Return the error of an option whose blocks do not hold a sequence of max_model_len tokens."""
+        needed = -(-max_model_len // self.block_size)
+        return ValueError(
+            f"num_kvcache_blocks={num_kvcache_blocks}: one sequence of max_model_len={max_model_len} needs {needed}"
+            f" blocks of {self.block_size} tokens; raise it, or lower max_model_len to"
+            f" {self.longest(self.pool_of(num_kvcache_blocks), max_model_len)}"
+        )
 
     @property
     def block_numbers(self) -> int:
@@ -175,34 +190,6 @@ class CacheLayout:
         """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
         low = blocks * self.prefix_size // (self.block_size * sum(self.counts))
         return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
-
-    @property
-    def most_in_pool(self) -> int:
-        """The most blocks that a pool may have, so that all their slots have numbers."""
-        return MAX_SLOTS // self.most_slots
-
-    def check_slots(self, num_kvcache_blocks: int) -> None:
-        """Raise ValueError if that option asks for more blocks than a pool may have."""
-        most = self.asked_by(self.most_in_pool)
-        if num_kvcache_blocks > most:
-            raise ValueError(
-                f"num_kvcache_blocks={short(num_kvcache_blocks)}: must be at most {most}: with"
-                f" kvcache_block_size={self.block_size}, that is {MAX_SLOTS} tokens"
-            )
-
-    def longest_in(self, num_kvcache_blocks: int, limit: int) -> int:
-        """Return how many tokens, at most `limit`, a sequence has at most in what that option asks for."""
-        return self.longest(self.pool_of(num_kvcache_blocks), limit)
-
-    def check_length(self, num_kvcache_blocks: int, max_model_len: int) -> None:
-        """Raise ValueError if what that option asks for does not hold a sequence of so many tokens."""
-        longest = self.longest_in(num_kvcache_blocks, max_model_len)
-        if longest < max_model_len:
-            raise ValueError(
-                f"num_kvcache_blocks={num_kvcache_blocks}: one sequence of max_model_len={max_model_len} needs"
-                f" {-(-max_model_len // self.block_size)} blocks of {self.block_size} tokens; raise it, or lower"
-                f" max_model_len to {longest}"
-            )
 
     @staticmethod
     def _page_numbers(group: CacheGroup) -> int:

@@ -36,7 +36,7 @@ from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.start.compiling import compile_kernels
+from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
 from nanoinfer.runner.start.trials import LONG_CHUNK, Trials, check_attention, image_bytes, peak_bytes
 from nanoinfer.runner.start.voice import Voice
@@ -142,7 +142,7 @@ class ModelRunner:
         if config.device == "cuda":
             # Several ranks compile each kernel when they come to it: all must launch their sums in the same order.
             if self.tp.size == 1 and self._graph_sizes:
-                compile_kernels(config, self.steps, trials, self._graph_sizes, self._decode_rows)
+                compile_steps(config, self.steps, trials, self._graph_sizes, self._decode_rows)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
             decode, redrawn = self._measure_decode(trials) if config.description.generates else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.

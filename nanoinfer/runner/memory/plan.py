@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.attention.cache_layout import MAX_SLOTS
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -255,4 +256,4 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
             f" {needed / 2**20:,.0f} MiB in blocks (kvcache_block_size={config.kvcache_block_size}); {fit} tokens fit:"
             f" lower {lowered}, or {what_makes_room(config)}"
         )
-    return min(budget // spec.block_bytes, layout.most_in_pool)
+    return min(budget // spec.block_bytes, MAX_SLOTS // layout.most_slots)

@@ -15,7 +15,7 @@ from nanoinfer.runner.steps.steps import Steps
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
-def compile_kernels(
+def compile_steps(
     config: Config,
     steps: Steps,
     trials: Trials,
