@@ -8,7 +8,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.llm import LLM
