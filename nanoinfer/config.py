@@ -21,6 +21,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
+from nanoinfer.models.ranks import check_in_order
 from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
@@ -261,7 +262,7 @@ class Config:
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
         if self.deterministic:
-            self.description.check_in_order(self.tensor_parallel_size, self.device == "cpu")
+            check_in_order(self.description, self.tensor_parallel_size, self.device == "cpu")
 
     def add_end(self, token_id: int) -> None:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
