@@ -13,7 +13,6 @@ from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
@@ -25,6 +24,7 @@ from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import Pairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, settings_for, texts_of
+from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
