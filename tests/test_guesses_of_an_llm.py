@@ -198,7 +198,8 @@ def without_counts(output: RequestOutput) -> RequestOutput:
     return copy
 
 
-def test_rows_that_guess_have_their_own_adapters() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_that_guess_have_their_own_adapters(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
     module = "model.layers.3.mlp.down_proj"
     tensors = {
@@ -208,7 +209,7 @@ def test_rows_that_guess_have_their_own_adapters() -> None:
     params = [replace(own, adapter=[None, "mine"][i % 2]) for i, own in enumerate(PARAMS)]
     results = []
     for speculation in (None, "suffix"):
-        with make(speculation=speculation, max_adapters=2) as llm:
+        with make(device=device, speculation=speculation, max_adapters=2) as llm:
             llm.load_adapter("mine", tensors, alpha=16)
             results.append(run(llm, params=params))
     assert_equal(results[1], results[0])

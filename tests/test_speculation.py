@@ -21,13 +21,13 @@ from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import TRY_EVERY, Budget
 from nanoinfer.engine.speculation.draws import read_verified
 from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
 from nanoinfer.engine.speculation.text_slots import TextSlots
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.kernels.drafting.accept import NOTHING
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.runner.drafting.texts import MEMBERS

@@ -29,7 +29,7 @@ from nanoinfer.runner.message import (
     LogitsMessage,
     PrefillMessage,
 )
-from nanoinfer.runner.trials import Trials
+from nanoinfer.runner.start.trials import Trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import cast
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import Chunk, DecodeStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.step import Chunk, DecodeStep, Step
 from nanoinfer.runner.logits.settings import is_plain
 
 

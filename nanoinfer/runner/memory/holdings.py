@@ -21,7 +21,7 @@ from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import Routing
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.weight_writer import WeightWriter
 from nanoinfer.vision.tower import TransformersTower
 
