@@ -93,8 +93,8 @@ class Config:
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
         "draft": draft_model makes guesses. A Drafter makes guesses of its own. None: there are none, as in models whose
         layers keep a state
-    draft_model: a folder or a Hub id: a small model of the same vocabulary, for speculation="draft". Its keys lie in the
-        KV cache, too. None: there is none
+    draft_model: a folder or a Hub id: a small model of the same vocabulary, for speculation="draft". Its keys lie in
+        the KV cache, too. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
