@@ -120,6 +120,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "max_adapter_rank": config.max_adapter_rank,
         "load_adapter_seconds": load_seconds,
         "speculation": args.speculation,
+        "draft_model": args.draft_model,
         "max_guesses": config.max_guesses,
         "accepted_tokens": stats.num_accepted_tokens,
         "tokens_per_decode_row": stats.tokens_per_decode_row,
@@ -181,6 +182,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             max_adapter_rank=args.max_adapter_rank,
             deterministic=args.deterministic,
             speculation=args.drafter or args.speculation,
+            draft_model=args.draft,
             max_guesses=args.max_guesses,
         )
     except ValueError as error:
@@ -259,8 +261,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
-    drafters = ["auto", "suffix", "successors"]
+    drafters = ["auto", "suffix", "draft", "successors"]
     parser.add_argument("--speculation", choices=drafters, help="what guesses tokens (default: nothing does)")
+    parser.add_argument("--draft-model", help="of --speculation draft: folder or Hub id, or a shape beside --config")
     parser.add_argument("--max-guesses", type=int, default=8, help="for each request and step (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
@@ -290,6 +293,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             " repeat or rollouts, and a --config whose head is a matrix of its own, such as 8b"
         )
     args.drafter = Successors(SHAPES[args.config][0][VOCABULARY]) if args.speculation == "successors" else None
+    args.draft = args.draft_model  # the folder of a shape comes later
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
     if (args.weights or args.adapters) and args.dp > 1:
@@ -338,10 +342,14 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
 def main() -> None:
     """Measure, print, write."""
     args = parse_args()
-    with tempfile.TemporaryDirectory() as scratch, StatusLine() as status:
+    directory = tempfile.TemporaryDirectory
+    with directory() as scratch, directory() as draft, StatusLine() as status:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
+        if args.draft_model in SHAPES:
+            write_config(args.draft_model, draft)
+            args.draft = draft
         last: Repeat | None = None
         if args.weights:
             result = run_weights(args, folder, status)
