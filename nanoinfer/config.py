@@ -97,9 +97,11 @@ class Config:
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
-    limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
+    limit_images_per_prompt: a prompt has at most this many images; 0: none. None: as many as fit max_model_len
+    limit_videos_per_prompt: a prompt has at most this many videos, as limit_images_per_prompt says of images
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
-        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
+        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. For videos, "fps" is how many of their frames are seen
+        in a second, and "videos_kwargs" has "max_pixels" and "min_pixels" of their own. None: as its files say
     image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
@@ -154,6 +156,7 @@ class Config:
     remember_outputs: int = 0
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
+    limit_videos_per_prompt: int | None = None
     image_options: Mapping[str, Any] | None = None
     image_folder: str | None = None
     device: str = "auto"
@@ -247,15 +250,9 @@ class Config:
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
+        of_cache = self.torch_dtype, self.kvcache_block_size, model.largest_head, self.kv_cache_dtype == "fp8"
         self.attention_backend = choose_backend(
-            self.attention_backend,
-            self.device,
-            self.torch_dtype,
-            self.kvcache_block_size,
-            self.description.largest_head,
-            self.kv_cache_dtype == "fp8",
-            self.description.sinks,
-            self.is_in_order,
+            self.attention_backend, self.device, *of_cache, model.sinks, self.is_in_order
         )
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
@@ -357,9 +354,9 @@ class Config:
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
-        for name in ("limit_images_per_prompt", "num_kvcache_blocks"):
+        for name, low in (("limit_images_per_prompt", 0), ("limit_videos_per_prompt", 0), ("num_kvcache_blocks", 1)):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, check_int(name, value, 1))
+                setattr(self, name, check_int(name, value, low))
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
