@@ -22,7 +22,7 @@ from cases.vision import SEEING, processor_of
 from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
@@ -360,6 +360,16 @@ def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
     assert take((3, 7), (0, 10)) == [A, B]
     kept.add(A)
     assert take((0, 10)) == [B]
+
+
+def test_no_pixels_are_made_ahead_for_later_steps() -> None:
+    """Of a prompt that one step cannot hold, those of its next tokens alone."""
+    feed = ImageFeed(lambda key: False, is_pinned=False)
+    seq = Sequence([TEXT] * 10, SamplingParams(), 0, 64, images=images_of((A, 1, 4), (B, 6, 2)))
+    wanted = [(0, 5, {A}), (0, 7, {A, B}), (4, 4, {A, B}), (5, 4, {B}), (8, 9, set())]
+    for seq.num_scheduled, room, keys in wanted:
+        feed.look_ahead([seq], room)
+        assert feed._ahead._made.keys() == keys
 
 
 def test_pixels_are_made_ahead_and_once() -> None:
