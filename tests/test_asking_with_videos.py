@@ -224,7 +224,7 @@ class TestErrors:
             ),
             (
                 {"prompt": VIDEO, "multi_modal_data": {"video": FILM}, "mm_processor_kwargs": {"fps": -1}},
-                r"video 0 of prompts\[1\]\['prompt'\] has fps=-1: must be a number above 0",
+                r"video 0 of prompts\[1\]\['prompt'\] has fps=-1: must be a number from",
             ),
             (
                 {"prompt": VIDEO, "multi_modal_data": {"video": [FILM[:1]]}},

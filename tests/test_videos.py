@@ -34,6 +34,7 @@ from nanoinfer.vision.videos.settings import VideoSettings
 
 FRAMES = film(3, 8, 6)
 ARRAY = np.stack([np.asarray(frame) for frame in FRAMES])
+TENSOR = torch.from_numpy(ARRAY).permute(0, 3, 1, 2).float()  # as qwen-vl-utils makes it
 TAKING = [name for name, seeing in SEEING.items() if seeing.takes_videos]
 each_class = pytest.mark.parametrize("name", of_each_kind(TAKING, TAKING.index("qwen2.5-vl"), TAKING.index("qwen3-vl")))
 
@@ -64,6 +65,8 @@ class TestWhatAVideoMayBe:
             (FRAMES, 1),
             (ARRAY, 1),
             (ARRAY[None], 1),
+            (TENSOR, 1),
+            ([(TENSOR, {"fps": 2}), TENSOR], 2),
             ([ARRAY, ARRAY], 2),
             ([FRAMES, tuple(FRAMES)], 2),
             ((FRAMES, {"fps": 2}), 1),
@@ -80,11 +83,12 @@ class TestWhatAVideoMayBe:
         """As vLLM's callers write them."""
         assert len(listed(value)) == count
 
-    def test_frames_of_a_list_and_of_an_array(self) -> None:
-        of_list, of_array = read_clip("video", tuple(FRAMES), 2), read_clip("video", ARRAY, 2)
+    def test_frames_of_lists_arrays_and_tensors(self) -> None:
+        of_list, *others = (read_clip("video", video, 2) for video in (tuple(FRAMES), ARRAY, TENSOR, TENSOR.byte()))
         assert of_list.frames == FRAMES
-        assert all(map(np.array_equal, of_array.frames, map(np.asarray, FRAMES)))
-        assert of_list[1:] == of_array[1:] == (2, [0, 1, 2], None)
+        for other in others:
+            assert all(map(np.array_equal, other.frames, map(np.asarray, FRAMES)))
+            assert of_list[1:] == other[1:] == (2, [0, 1, 2], None)
 
     def test_what_stands_beside_frames_says_when_they_are_seen(self) -> None:
         said = {"fps": 30, "total_num_frames": 90, "frames_indices": np.array([0, 30, 60]), "video_backend": "opencv"}
@@ -122,16 +126,24 @@ class TestWhatAVideoMayBe:
             (ARRAY / 255, r"video is an array of float64, \[3, 6, 8, 3\]: must be"),
             (3, "video is 3: must be a list of frames"),
             (picture(4, 4), "video is <PIL.*: must be a list of frames"),
-            ((FRAMES, {"fps": 0}), "video has fps=0: must be a number above 0: frames per second"),
-            ((FRAMES, {"fps": "fast"}), "video has fps='fast': must be a number above 0"),
-            ((FRAMES, {"fps": float("inf")}), "video has fps=inf: must be a number above 0"),
+            ((FRAMES, {"fps": 0}), r"video has fps=0: must be a number from 1e-06 to 1e\+06"),
+            ((FRAMES, {"fps": "fast"}), "video has fps='fast': must be a number from"),
+            ((FRAMES, {"fps": float("inf")}), "video has fps=inf: must be a number from"),
             ((FRAMES, {"frames_indices": [0, 1]}), r"video has frames_indices=\[0, 1\]: must be a list of 3 numbers"),
-            ((FRAMES, {"frames_indices": [0, 1, -2]}), r"video has frames_indices\[2\]=-2: must be an integer of at"),
+            (
+                (FRAMES, {"frames_indices": [0, 1, -2]}),
+                r"video has frames_indices\[2\]=-2: must be an integer from 0 to",
+            ),
             ((FRAMES, {"do_sample_frames": True}), "video has do_sample_frames=True: must be False: all are taken"),
             (
                 (FRAMES, {"frames_indices": [0, 1, 2], "total_num_frames": 0}),
-                "video has total_num_frames=0: must be an integer of at least 1",
+                "video has total_num_frames=0: must be an integer from 1 to",
             ),
+            (
+                (FRAMES, {"fps": 1e-3, "frames_indices": [0, 1, 2], "total_num_frames": 10**9}),
+                "video has fps=0.001 and total_num_frames=1000000000, for 3 frames: must be 1e-06 a second or more",
+            ),
+            (torch.zeros(3, 6, 8, 3), r"video is a tensor of \[3, 6, 8, 3\]: must be .* \[frames, 3, height, width\]"),
         ],
         ids=lambda value: type(value).__name__,
     )
@@ -372,7 +384,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"fps": 0}, r"image_options\['fps'\]=0: must be a number above 0"),
+            ({"fps": 0}, r"image_options\['fps'\]=0: must be a number from"),
             ({"videos_kwargs": 3}, r"image_options\['videos_kwargs'\]=3: must be a mapping, such as"),
             ({"videos_kwargs": {"size": 3}}, "has 'size': 3: those of videos are min_pixels, max_pixels"),
             ({"videos_kwargs": {"max_pixels": 0}}, r"\['max_pixels'\]=0: must be an integer of at least 1"),

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.checks import check_int, check_number, short
+from nanoinfer.checks import check_int, short
 from nanoinfer.vision.image_processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, largest_shape, scales_of
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.pixels import GRIDS, Part, PixelsOnDemand, Source
-from nanoinfer.vision.videos.clip import LEAST_FPS, MOST_FPS, read_clip
+from nanoinfer.vision.videos.clip import check_fps, read_clip
 from nanoinfer.vision.videos.kinds import VideoKind
 from nanoinfer.vision.videos.settings import EDGES, VideoSettings
 
@@ -88,7 +88,7 @@ class VideoProcessor:
         self._settings = _with_options(settings, options.get(SIZES))
         self._fps = options.get(FPS)
         if self._fps is not None:
-            self._fps = check_number("image_options['fps']", self._fps, LEAST_FPS, MOST_FPS, "above 0")
+            self._fps = check_fps(f"image_options[{FPS!r}]", self._fps)
         self._scales = scales_of(self._settings)[..., :1]  # alike for all frames
 
     def prepare(self, name: str, source: Any) -> PreparedVideo:
