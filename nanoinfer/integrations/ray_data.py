@@ -179,7 +179,7 @@ class Generator:
 
     def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
-        media = take_media(row)
+        media = pop_media(row)
         settings = {name: value for name, given in row.items() if (value := plain(given)) is not None}
         if self._engine.llm.config.description.is_multimodal:
             settings |= media  # an LLM that could see, and does not, refuses them
@@ -313,7 +313,7 @@ def _has_samples(names: list[str], shared: Mapping[str, Any]) -> bool:
     return shared["n"] > 1 or shared["logprobs"] is not None or "n" in names or "logprobs" in names
 
 
-def take_media(row: dict[str, Any]) -> dict[str, Any]:
+def pop_media(row: dict[str, Any]) -> dict[str, Any]:
     """Take the columns of images and videos that are there out of a row: these stay as they are."""
     given = {name: row.pop(name, None) for name in MEDIA}
     return {name: value for name, value in given.items() if value is not None}

@@ -11,7 +11,7 @@ from ray.data import Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
 from nanoinfer.batch.lines import take_prompt
-from nanoinfer.integrations.ray_data import BATCHES, KNOWN, READ, Engine, map_by, plain, take_media
+from nanoinfer.integrations.ray_data import BATCHES, KNOWN, READ, Engine, map_by, plain, pop_media
 from nanoinfer.llm import LLM
 from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
@@ -77,7 +77,7 @@ class Embedder:
 
     async def _embed(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a row's new columns, without those that are null."""
-        media = take_media(row)
+        media = pop_media(row)
         given = {name: value for name, entry in row.items() if (value := plain(entry)) is not None}
         try:
             prompt = take_prompt(given | media, KNOWN)

@@ -98,22 +98,19 @@ class VisionProcessor:
     ) -> None:
         maker = _maker_of(config)
         with _named_errors(folder):
-            placeholder, of_videos = maker(config, tokenizer), kind_of(config, tokenizer)
+            placeholder, of_videos = maker(config, tokenizer), kind_of(folder, config, tokenizer)
             processor = _read_processor(folder, placeholder.image_processor)
-            settings = None if of_videos is None else of_videos.settings.read(folder)
         self._tokenizer, opener, options = tokenizer, Opener(image_folder), options or {}
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id
         for_images = {name: value for name, value in options.items() if of_videos is None or name not in OF_VIDEOS}
         self.images = ImageProcessor(processor, tokenizer, placeholder, self._image_id, for_images, opener)
-        id_of = tokenizer.convert_tokens_to_ids
-        text = placeholder.text
-        self._kinds = [Kind("image", 1, text, id_of(text), self._image_id, most_images, self.images.prepare)]
-        self.videos: VideoProcessor | None = None
-        if of_videos is not None and settings is not None:
-            self.videos, text = VideoProcessor(of_videos, settings, tokenizer, options, opener), of_videos.text
-            own_id = config.video_token_id
-            self._kinds.append(Kind("video", 2, text, own_id, own_id, most_videos, self.videos.prepare))
+        self.videos = None if of_videos is None else VideoProcessor(of_videos, tokenizer, options, opener)
+        ids = tokenizer.convert_tokens_to_ids(placeholder.text), self._image_id
+        self._kinds = [Kind("image", 1, placeholder.text, *ids, most_images, self.images.prepare)]
+        if of_videos is not None and self.videos is not None:
+            ids = (config.video_token_id,) * 2
+            self._kinds.append(Kind("video", 2, of_videos.text, *ids, most_videos, self.videos.prepare))
         self._splitter = re.compile("|".join(re.escape(kind.text) for kind in self._kinds))
 
     def prepare(
@@ -248,7 +245,7 @@ class VisionProcessor:
 
 def _split(places: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     """Cut places into runs of so many."""
-    return np.split(places, np.cumsum(counts)[:-1])
+    return [places] if len(counts) == 1 else np.split(places, np.cumsum(counts)[:-1])  # mostly
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:

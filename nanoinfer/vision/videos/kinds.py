@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.vision.videos.settings import VideoSettings
@@ -19,7 +19,7 @@ class VideoKind:
     """What the processor of a class makes of a video.
 
     text: what a prompt has in the video's place
-    settings: those of transformers' video processor, where a checkpoint's files say nothing
+    settings: those of transformers' video processor
     expand: returns what the text becomes; it takes the seconds at which each group of frames is seen, and how many
         embeddings a group has
     """
@@ -59,8 +59,14 @@ CLASSES: dict[str, Callable[[str, Any], VideoKind]] = {
 }  # that take videos
 
 
-def kind_of(config: PretrainedConfig, tokenizer: Any) -> VideoKind | None:
-    """Return what a checkpoint makes of a video; None: it takes none, by its class or for want of a token."""
+def kind_of(folder: str, config: PretrainedConfig, tokenizer: Any) -> VideoKind | None:
+    """Return what a checkpoint makes of a video, whose files lie in a folder.
+
+    Returns None if it takes none, by its class or for want of a token.
+    """
     make = CLASSES.get((config.architectures or [""])[0])
     token = None if make is None else tokenizer.convert_ids_to_tokens(config.video_token_id)
-    return None if make is None or token is None else make(token, tokenizer)
+    if make is None or token is None:
+        return None
+    kind = make(token, tokenizer)
+    return replace(kind, settings=kind.settings.read(folder))

@@ -75,21 +75,20 @@ class VideoProcessor:
     def __init__(
         self,
         kind: VideoKind,
-        settings: VideoSettings,
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any],
         opener: Opener,
     ) -> None:
-        """kind, settings: the checkpoint's; options: image_options, of which OF_VIDEOS are read.
+        """kind: the checkpoint's; options: image_options, of which OF_VIDEOS are read.
 
         Raises ValueError for options that cannot be.
         """
         self._kind, self._tokenizer, self._opener = kind, tokenizer, opener
-        self._settings = _with_options(settings, options.get(SIZES))
+        self._settings = _with_options(kind.settings, options.get(SIZES))
         self._fps = options.get(FPS)
         if self._fps is not None:
             self._fps = check_fps(f"image_options[{FPS!r}]", self._fps)
-        self._scales = scales_of(self._settings)[..., :1]  # alike for all frames
+        self._scales = scales_of(self._settings)[..., :1].contiguous()  # alike for all frames
 
     def prepare(self, name: str, source: Any) -> PreparedVideo:
         """Return what a prompt needs to know of a video.
@@ -112,7 +111,8 @@ class VideoProcessor:
         for begin in range(0, len(frames), at_once):
             group = Group(begin, tuple(frames[begin : begin + at_once]), size, interval)
             parts.append(self._part(name, group, first))
-            seconds.append((indices[begin] + indices[begin + at_once - 1]) / clip.fps / 2)
+            first_index, last_index = indices[begin], indices[begin + at_once - 1]
+            seconds.append((first_index / clip.fps + last_index / clip.fps) / 2)  # in transformers' order
         rows, columns = (length // settings.patch_size for length in size)
         text = self._kind.expand(seconds, parts[0].count)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
