@@ -211,6 +211,18 @@ class TestOptions:
         assert len(output["token_ids"]) == 4
 
 
+@pytest.mark.multi_gpu
+def test_two_gpus_see_what_one_sees(qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:
+    """Each encodes some of the images, and gets the embeddings of all."""
+    seen = [[ONE], [TWO], [TWO, ONE], [picture(80, 80, 2), picture(33, 90, 3), ONE]]
+    text = f"What is {qwen.seeing.prompt}?"
+    prompts = [{"prompt": text * len(images), "multi_modal_data": {"image": images}} for images in seen]
+    how: dict[str, Any] = {"device": "cuda", "dtype": "float32", **qwen.options}
+    one, two = (qwen.generate(make_llm(qwen.folder, tensor_parallel_size=n, **how), *prompts) for n in (1, 2))
+    assert [output.outputs[0].token_ids for output in one] == [output.outputs[0].token_ids for output in two]
+    assert one[0].outputs[0].token_ids == qwen.expected()
+
+
 @pytest.fixture
 def llm(qwen: Checkpoint, make_llm: Callable[..., LLM]) -> LLM:
     return make_llm(qwen.folder, **qwen.options)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from nanoinfer.runner.side_by_side import run_side_by_side
+from nanoinfer.runner.start.side_by_side import run_side_by_side
 
 CPU = torch.device("cpu")
 

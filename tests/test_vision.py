@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.config import Config
-from nanoinfer.runner.trials import largest_image
+from nanoinfer.runner.start.trials import largest_image
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_media
 from nanoinfer.vision.pixels import bytes_of, count_embeddings

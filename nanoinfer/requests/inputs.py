@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,20 +64,21 @@ class Inputs:
         settings = self._settings.check(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
-    def check_texts(
+    def begin_texts(
         self,
         name: str,
         prompts: Prompt | ListLike[Prompt],
         settings_of: Callable[[int], list[Settings]],
         change: Callable[[Asked], Asked],
-    ) -> CallPrompts:
-        """Return the prompts of a call that reads them. settings_of: makes those of so many prompts
+    ) -> list[ComingRequest]:
+        """Return the prompts of a call that reads them, whose tokens are not checked yet.
 
         name: begins the messages of errors; change: puts something before a text
+        settings_of: makes the settings of so many prompts
         """
         items = _listed(prompts)
         settings = settings_of(len(items))
-        return self._prepare([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
+        return self._begin([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
     def begin_text(
         self,
@@ -88,7 +90,7 @@ class Inputs:
     ) -> ComingRequest:
         """Check a prompt that is read, and let its images be prepared in other threads.
 
-        change: as for check_texts; output_of: as for Prepared
+        change: as for begin_texts; output_of: as for Prepared
         """
         asked = change(self._read(name, prompt))
         return ComingRequest(asked, settings, self._see(asked), output_of)
@@ -238,15 +240,17 @@ class Inputs:
 
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> CallPrompts:
         """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
+        coming = self._begin(asked, settings)
+        with _cancelled_by_errors(coming):
+            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
+
+    def _begin(self, asked: list[Asked], settings: list[Settings]) -> list[ComingRequest]:
+        """Let the images of a call's prompts be prepared."""
         coming: list[ComingRequest] = []
-        try:
+        with _cancelled_by_errors(coming):
             for each, own in zip(asked, settings, strict=True):
                 coming.append(ComingRequest(each, own, self._see(each)))
-            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
-        except BaseException:
-            for begun in coming:
-                begun.cancel()
-            raise
+        return coming
 
     def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
         """Let a prompt's images and videos be prepared; None: it has none."""
@@ -300,6 +304,17 @@ class Inputs:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
         return token_ids
+
+
+@contextmanager
+def _cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
+    """Let no thread prepare the images of these behind an error."""
+    try:
+        yield
+    except BaseException:
+        for begun in coming:
+            begun.cancel()
+        raise
 
 
 def _list(name: str, value: Any, what: str) -> list[Any]:
