@@ -100,9 +100,11 @@ class Config:
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
-    limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
+    limit_images_per_prompt: a prompt has at most this many images; 0: none. None: as many as fit max_model_len
+    limit_videos_per_prompt: a prompt has at most this many videos, as limit_images_per_prompt says of images
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
-        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
+        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. For videos, "fps" is how many of their frames are seen
+        in a second, and "videos_kwargs" has "max_pixels" and "min_pixels" of their own. None: as its files say
     image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
@@ -157,7 +159,8 @@ class Config:
     max_guesses: int = ranged(8, 1, MOST_GUESSES)
     remember_outputs: int = ranged(0, 0)
     images: bool | str = "auto"
-    limit_images_per_prompt: int | None = ranged(None, 1)
+    limit_images_per_prompt: int | None = ranged(None, 0)
+    limit_videos_per_prompt: int | None = ranged(None, 0)
     image_options: Mapping[str, Any] | None = None
     image_folder: str | None = None
     device: str = "auto"

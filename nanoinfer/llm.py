@@ -101,7 +101,8 @@ class LLM(
             {"prompt": text, "multi_modal_data": {"image": [...]}}, or with "prompt_token_ids". For each it holds what
             the model's chat template writes for one, such as <|vision_start|><|image_pad|><|vision_end|>. An image is a
             PIL image, the bytes of its file, a data: URL, an array of uint8, [height, width, 3], or a path or a file:
-            URL in the option image_folder. Nothing is fetched
+            URL in the option image_folder. Nothing is fetched. Under "video", some models take videos: each is a list
+            of frames, or an array of uint8, [frames, height, width, 3], and (frames, {"fps": 2}) says their rate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
@@ -129,8 +130,8 @@ class LLM(
 
         messages: one chat, a list of mappings with "role" and "content", which is a string or a list of parts; or a
             list of chats. The template gets content, and arguments of tool calls, in the form that it takes. A part is
-            {"type": "text", "text": text}, {"type": "image", "image": image} or {"type": "image_url", "image_url":
-            {"url": ...}}, with an image as for generate
+            {"type": "text", "text": text}, {"type": "image", "image": image}, {"type": "image_url", "image_url":
+            {"url": ...}} or {"type": "video", "video": frames, "fps": 2}, with an image or frames as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
         lora_request: as for generate

@@ -192,7 +192,7 @@ class TestOptions:
         [
             ("images", "yes", "images='yes': must be 'auto', True or False"),
             ("images", 1, "images=1: must be"),
-            ("limit_images_per_prompt", 0, "limit_images_per_prompt=0: must be an integer of at least 1"),
+            ("limit_images_per_prompt", -1, "limit_images_per_prompt=-1: must be an integer of at least 0"),
             ("image_options", [3], r"image_options=\[3\]: must be a mapping"),
             ("image_options", {3: 3}, "image_options={3: 3}: must be a mapping"),
             ("image_folder", "/nowhere", "image_folder='/nowhere': must be a folder"),
