@@ -16,7 +16,7 @@ from nanoinfer.hub import CONVERT, GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
-from nanoinfer.models.ranks import check_ranks
+from nanoinfer.models.ranks import check_in_order, check_ranks
 from nanoinfer.pooling.sentence_model import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.formats.table import quantized_as_loaded
@@ -225,3 +225,10 @@ class Draft:
                 f" max_model_len={max_len} to {draft.long_from}"
             )
         return replace(self, description=draft)
+
+    def check_in_order(self, ranks: int, on_cpu: bool) -> None:
+        """Raise ValueError if ranks cannot divide it as they divide a model with deterministic=True."""
+        try:
+            check_in_order(self.description, ranks, on_cpu)
+        except ValueError as error:
+            raise ValueError(f"draft_model={self.folder!r}: {error}") from error

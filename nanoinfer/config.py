@@ -269,7 +269,10 @@ class Config:
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
         if self.deterministic:
-            check_in_order(self.description, self.tensor_parallel_size, self.device == "cpu")
+            ranks = self.tensor_parallel_size, self.device == "cpu"
+            check_in_order(self.description, *ranks)
+            if self.draft is not None:
+                self.draft.check_in_order(*ranks)
 
     def add_end(self, token_id: int) -> None:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""

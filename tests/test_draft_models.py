@@ -17,6 +17,7 @@ from test_guesses_of_an_llm import PARAMS, PROMPTS, SPEECHES, SPREAD, assert_cou
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
+from nanoinfer.drafting.options import check_speculating
 from nanoinfer.engine.speculation.budget import Budget
 
 __all__ = ["expected", "plain"]  # fixtures
@@ -246,6 +247,20 @@ def test_models_that_cannot_draft_say_so(
     vocabulary = json.loads((tmp_path / "config.json").read_text("utf-8"))["vocab_size"]
     with pytest.raises(ValueError, match=f"^draft_model='{tmp_path}': .*{message}"):
         Config(make_qwen3(vocab_size=vocabulary), speculation="draft", draft_model=str(tmp_path))
+
+
+def test_ranks_in_order_must_divide_it(make_qwen3: Callable[..., str]) -> None:
+    folder = make_qwen3(vocab_size=2048, num_key_value_heads=1)
+    options = {"speculation": "draft", "draft_model": folder, "tensor_parallel_size": 2, "deterministic": True}
+    with pytest.raises(ValueError, match=f"^draft_model='{folder}': deterministic=True .*num_key_value_heads=1 is not"):
+        Config(BUNDLED_MODEL, device="cpu", **options)
+
+
+def test_an_llm_that_sees_has_no_draft_model() -> None:
+    with pytest.raises(
+        ValueError, match="speculation='draft': must be left out, or images=False set: a draft model sees"
+    ):
+        check_speculating("draft", generates=True, has_states=False, routed_experts=False, sees=True)
 
 
 @pytest.mark.parametrize("method", [{}, {"method": "draft_model"}], ids=repr)
