@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
+from nanoinfer.kernels.compiling import compile_kernels
 from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
@@ -25,7 +26,6 @@ from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import (
     MAX_GRAPH_ROWS,
-    PLAIN,
     DecodeGraphs,
     DecodeKind,
     graph_batch_sizes,
@@ -39,7 +39,6 @@ from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
@@ -52,7 +51,6 @@ log = logging.getLogger("nanoinfer")
 
 TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
 TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
-COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
 class ModelRunner:
@@ -196,32 +194,17 @@ class ModelRunner:
         return max(peaks), self.steps.logits_processors.working_bytes
 
     def _compile(self, trials: Trials) -> None:
-        """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
-
-        Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
-        """
-        sizes = self._graph_sizes
-        if self.tp.size > 1 or not sizes:
-            return
-        prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
-        draw = partial(self.steps.draw, self.logits[: self.config.max_num_seqs], self.steps.batch.positions)
-        largest = sizes[PLAIN][-1], PLAIN
-        steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]
-        decode = [partial(self._try_decode, *step) for step in steps if step != largest]
+        """Compile the kernels of prompts' steps, of the largest decode steps, and of those that are to be captured."""
+        decodes = trials.largest_decodes(self.verify_sizes) if self.config.description.generates else []
+        graphs = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
+        steps: list[Callable[[], object]] = [partial(self._decode_rows, *step) for step in decodes]
+        steps += [partial(recording()(self._decode_rows), *step) for step in graphs]
+        steps += [partial(self.steps.prefill, step) for step in trials.small_prefills()]
+        steps += [partial(self.run, step) for step in trials.largest_prefills()]
         with self.holdings.model.one_of_each():
-            # The steps that run first have few kernels in common.
-            run_side_by_side(
-                [prefill, draw, partial(self._decode_rows, *largest), *decode[:1]],
-                [*decode[1:], *others],
-                self.device,
-            )
-
-    def _try_decode(self, rows: int, kind: DecodeKind) -> None:
-        """Run an empty decode step; for some formats also as for a graph, which has other kernels for products."""
-        self._decode_rows(rows, kind)
-        if any(format.has_graph_kernels for format in self.config.description.formats.quantized):
-            with recording():
-                self._decode_rows(rows, kind)
+            compile_kernels(steps, self.device)
+        torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
         """Launch a decode step that any rows of this number may take, up to some length."""
