@@ -13,6 +13,7 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.adapters.pairs import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.pooling.read import Read
 from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.drafting.sizes import VerifySize
@@ -89,7 +90,8 @@ class Trials:
         may_attend = config.attention_backend == "triton" and not config.is_in_order
         if length >= LONG and may_attend and is_faster(self._device):
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
-            steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length), adapter))
+            start = min(MOST_KEYS + CHUNK, most - length) // CHUNK * CHUNK  # where states let chunks begin
+            steps.append(self.prompt(length, start, adapter))
         return steps
 
 
