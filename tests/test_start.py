@@ -221,9 +221,25 @@ class TestGPU:
             thread.join()
         assert reads == [threads[0]]
 
-    def test_a_triton_without_that_function_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.filterwarnings("error")  # of a thread that has raised
+    def test_a_triton_without_that_function_or_that_driver_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(cache, "triton_key")
+        monkeypatch.delattr("triton.backends.nvidia.driver.CudaUtils")
         read_triton().join()
+
+    @pytest.mark.filterwarnings("error")
+    def test_tritons_driver_is_built_and_told_of_only_at_a_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        builds: list[threading.Thread] = []
+
+        def fail() -> None:
+            builds.append(threading.current_thread())
+            raise RuntimeError("Failed to find C compiler")
+
+        monkeypatch.setattr(cache, "triton_key", lambda: None)
+        monkeypatch.setattr("triton.backends.nvidia.driver.CudaUtils", fail)
+        thread = read_triton()
+        thread.join()
+        assert builds == [thread]
 
     @pytest.mark.parametrize("before", [None, "3,5"])
     @pytest.mark.parametrize("visible", [None, "7,8"])
@@ -281,7 +297,7 @@ class TestGPU:
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=Start().spawn)
         assert seen == expected
 
-    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "triton_key"]), ({}, [])])
+    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "read"]), ({}, [])])
     def test_such_a_process_begins_while_it_imports_torch(self, gpu: dict[str, str], expected: list[str]) -> None:
         script = """
 import os, sys, threading
