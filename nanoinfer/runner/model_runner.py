@@ -44,7 +44,7 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import LONG_CHUNK, Trials, check_attention, image_bytes, peak_bytes
+from nanoinfer.runner.trials import Trials, check_attention, image_bytes, peak_bytes
 from nanoinfer.runner.voice import Voice
 
 log = logging.getLogger("nanoinfer")
@@ -112,7 +112,7 @@ class ModelRunner:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
-        most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+        most = max(config.max_num_batched_tokens, config.max_num_seqs)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
         self.holdings.weights.load(config, self._voice)
         if config.device == "cuda":
@@ -194,12 +194,12 @@ class ModelRunner:
         return max(peaks), self.steps.logits_processors.working_bytes
 
     def _compile(self, trials: Trials) -> None:
-        """Compile the kernels of prompts' steps, of the largest decode steps, and of those that are to be captured."""
+        """Compile the kernels of prompts, of the largest decode steps, and of those that are to be captured."""
         decodes = trials.largest_decodes(self.verify_sizes) if self.config.description.generates else []
         graphs = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
         steps: list[Callable[[], object]] = [partial(self._decode_rows, *step) for step in decodes]
         steps += [partial(recording()(self._decode_rows), *step) for step in graphs]
-        steps += [partial(self.steps.prefill, step) for step in trials.small_prefills()]
+        steps += [partial(self.steps.prefill, step) for step in trials.prefills()]
         steps += [partial(self.run, step) for step in trials.largest_prefills()]
         with self.holdings.model.one_of_each():
             compile_kernels(steps, self.device)
