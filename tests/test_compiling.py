@@ -14,6 +14,7 @@ import pytest
 SCRIPT = """
 import json
 import threading
+import warnings
 
 import torch
 import triton
@@ -78,8 +79,10 @@ def launch_elsewhere():
 
 said = {"errors": [error_of(lambda: _wrong[(1,)](x)), error_of(lambda: 1 / 0)]}
 compiled.clear()
+filters = list(warnings.filters)
 compile_kernels([lambda: step(16, 32), lambda: step(32, 64), lambda: step(16)], "the device")
 said |= {"compiled": len(compiled), "loaded": len(loaded), "devices": sorted(devices), "launched": list(launched)}
+said["filters"] = warnings.filters == filters
 said["zeros"] = not any(map(any, seen))
 step(16, 32, 64)
 compile_kernels([lambda: step(16, 32), launch_elsewhere], "the device")
@@ -114,6 +117,10 @@ def test_none_is_launched(said: dict[str, Any]) -> None:
 
 def test_steps_see_zeros_where_kernels_would_write(said: dict[str, Any]) -> None:
     assert said["zeros"]
+
+
+def test_filters_of_warnings_stay(said: dict[str, Any]) -> None:
+    assert said["filters"]
 
 
 def test_later_launches_find_the_kernels(said: dict[str, Any]) -> None:

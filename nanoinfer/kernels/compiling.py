@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,7 +32,8 @@ def compile_kernels(steps: Sequence[Step], device: torch.device) -> None:
             for step in steps:
                 step()
 
-    with _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    # Triton sets filters of warnings and sets them back, which in threads leaves some behind.
+    with catch_warnings(), _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         copy_context().run(collect)  # Triton 3.5 leaves its mode set behind an error
 
 
