@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
+from nanoinfer.kernels.fp8 import as_bytes
+
 Step = Callable[[], object]
 
 _lock = threading.Lock()  # held while launches compile alone
@@ -75,4 +77,6 @@ class _Zeros(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch.overrides."""
         made = func(*args, **(kwargs or {}))
-        return made.zero_() if func in (torch.empty, torch.empty_like) else made
+        if func in (torch.empty, torch.empty_like):
+            as_bytes(made).zero_()
+        return made
