@@ -28,6 +28,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.process import first_launch
 from nanoinfer.process.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
+from nanoinfer.replicas import start
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.text.tokenizer import load_tokenizer
@@ -331,11 +332,13 @@ assert (knobs.cache.manager_class is not None) == own
     ) -> None:
         begun: list[object] = []
         monkeypatch.setattr(first_launch, "prepare", begun.append)
+        monkeypatch.setattr(start, "compile_once", lambda: begun.append("compile once"))
         monkeypatch.setattr(Replicas, "__init__", lambda *_: None)
         monkeypatch.setattr(Workers, "__init__", lambda *_: None)
         with suppress(RuntimeError):
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=lambda config: (Start().spawn(config), stop()))
-        assert begun == ([] if "data_parallel_size" in options else [0])
+        shares = ["compile once"] if "tensor_parallel_size" in options else []
+        assert begun == ([] if "data_parallel_size" in options else [0, *shares])
 
     def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_runner, "read_triton", stop)
