@@ -15,6 +15,7 @@ from nanoinfer.hub import CONVERT, GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.ranks import check_ranks
 from nanoinfer.pooling.sentence_model import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.formats.table import quantized_as_loaded
@@ -66,7 +67,7 @@ class Checkpoint:
         if quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, quantization))
             model.check_formats(f"quantization={quantization!r}")
-        model.check_ranks(ranks)
+        check_ranks(model, ranks)
         if model.tied and is_loaded:
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.folder, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")

@@ -32,7 +32,7 @@ from nanoinfer.runner.cuda_graphs import (
     sharing_batch_sizes,
     sizes_by_kind,
 )
-from nanoinfer.runner.trials import Trials
+from nanoinfer.runner.start.trials import Trials
 from nanoinfer.weights.adapters.low_rank import LowRank
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")

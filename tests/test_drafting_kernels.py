@@ -115,6 +115,9 @@ def random_rows(rng: random.Random, rows: int, most: int) -> GuessingRows:
     guesses[rng.randrange(rows), rng.randrange(most)] = rng.choice([-1, VOCABULARY])
     last = [rng.randrange(9) for _ in range(rows)]
     may_guess = [int(rng.random() < 0.8) for _ in range(rows)]
+    for row, position in enumerate(positions):
+        if position == -1:  # an empty row, as DraftingRows.empty leaves it
+            ends[row] = limits[row] = may_guess[row] = -1
     return GuessingRows(guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess)))
 
 

@@ -26,7 +26,7 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.stats import Rates
+from nanoinfer.engine.results.stats import Rates
 from nanoinfer.process import interrupts
 from nanoinfer.process.collector import NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -335,6 +335,7 @@ HOST_FILES = (
     "results.py",
     "llm_engine.py",
     "ranks.py",
+    "step.py",
     "scheduler.py",
     "text_slots.py",
     "draws.py",

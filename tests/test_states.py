@@ -23,10 +23,10 @@ from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes import state_slots
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.kernels.delta.chunks import CHUNK
-from nanoinfer.runner.trials import Trials
+from nanoinfer.runner.start.trials import Trials
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
 NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]

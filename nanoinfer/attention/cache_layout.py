@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
+
+MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,11 @@ class CacheLayout:
         """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
         return CHUNK if self.states else 1
 
-    def check_grid(self, kvcache_block_size: int, max_num_batched_tokens: int) -> None:
-        """Raise ValueError if with these options chunks or prefixes could not end at multiples of `grid`."""
+    def check(self, num_kvcache_blocks: int | None, max_num_batched_tokens: int) -> None:
+        """Raise ValueError if chunks or prefixes could not end at multiples of `grid`, or there are too many blocks."""
         if self.prefix_size % self.grid:
             raise ValueError(
-                f"kvcache_block_size={kvcache_block_size}: must be a multiple of {self.grid}, as layers of this model"
+                f"kvcache_block_size={self.block_size}: must be a multiple of {self.grid}, as layers of this model"
                 " keep states"
             )
         if max_num_batched_tokens < self.grid:
@@ -128,6 +131,21 @@ class CacheLayout:
                 f"max_num_batched_tokens={max_num_batched_tokens}: must be at least {self.grid}, as layers of this"
                 " model keep states"
             )
+        most = self.asked_by(MAX_SLOTS // self.most_slots)
+        if num_kvcache_blocks is not None and num_kvcache_blocks > most:
+            raise ValueError(
+                f"num_kvcache_blocks={short(num_kvcache_blocks)}: must be at most {most}: with"
+                f" kvcache_block_size={self.block_size}, that is {MAX_SLOTS} tokens"
+            )
+
+    def too_few(self, num_kvcache_blocks: int, max_model_len: int) -> ValueError:
+        """Return the error of an option whose blocks do not hold a sequence of max_model_len tokens."""
+        needed = -(-max_model_len // self.block_size)
+        return ValueError(
+            f"num_kvcache_blocks={num_kvcache_blocks}: one sequence of max_model_len={max_model_len} needs {needed}"
+            f" blocks of {self.block_size} tokens; raise it, or lower max_model_len to"
+            f" {self.longest(self.pool_of(num_kvcache_blocks), max_model_len)}"
+        )
 
     @property
     def block_numbers(self) -> int:

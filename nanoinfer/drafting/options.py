@@ -9,7 +9,6 @@ from nanoinfer.drafting.drafter import Drafter
 
 KINDS = ["auto", "suffix"]
 COMING = ("draft", "mtp")  # named by others, and by those who ask
-DEVICES = ("cpu",)  # on a GPU, steps that verify guesses are not proven
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
 
@@ -24,16 +23,11 @@ def check_speculation(value: Any) -> str | Drafter | None:
 
 
 def check_speculating(
-    speculation: str | Drafter | None, device: str, generates: bool, has_states: bool, routed_experts: bool
+    speculation: str | Drafter | None, generates: bool, has_states: bool, routed_experts: bool
 ) -> None:
-    """Raise ValueError if a model, or another option, cannot have guesses verified; device: Config's"""
+    """Raise ValueError if a model, or another option, cannot have guesses verified."""
     if speculation is None:
         return
-    if device not in DEVICES:
-        raise ValueError(
-            f"speculation={short(speculation)}: must be left out on device={device!r}, which cannot verify guesses yet;"
-            " device='cpu' can"
-        )
     if not generates:
         raise ValueError(
             f"speculation={short(speculation)}: must be left out: this LLM reads texts, and draws no token"

@@ -17,7 +17,7 @@ from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
 from nanoinfer.runner.memory.plan import MemoryPlan
-from nanoinfer.runner.voice import Voice, name_hardware
+from nanoinfer.runner.start.voice import Voice, name_hardware
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

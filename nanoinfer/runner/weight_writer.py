@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
 from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts

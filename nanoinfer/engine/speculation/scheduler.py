@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import cast
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.runner.logits.settings import is_plain
 
 
@@ -142,7 +143,7 @@ class SpeculatingScheduler(Scheduler):
             return super().postprocess(step, cast(Iterable[tuple[Sequence, int]], tokens))
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
-        guesses, num_guessing, num_accepted = step.guesses, 0, 0
+        guesses, held = step.guesses, list[int]()
         for seq, drawn in tokens:
             new = drawn if isinstance(drawn, list) else [drawn]
             if seq.is_finished:
@@ -152,8 +153,7 @@ class SpeculatingScheduler(Scheduler):
             own.num_steps -= 1
             own.most_tokens -= own.reach(guesses)
             if own.most_guesses:
-                num_guessing += 1
-                num_accepted += max(0, len(new) - 1)
+                held.append(max(0, len(new) - 1))
             num_taken = self._take(seq, new)
             num_dropped += len(new) - num_taken
             seq.num_accepted_tokens += max(0, num_taken - 1)
@@ -161,7 +161,7 @@ class SpeculatingScheduler(Scheduler):
                 ended.append(seq)
         if guesses:
             self._num_verifying -= 1
-            self.budget.note(num_guessing, guesses, num_accepted)
+            self.budget.note(guesses, held)
         return ended, num_dropped
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:

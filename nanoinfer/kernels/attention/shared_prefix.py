@@ -53,7 +53,7 @@ def attend_to_prefixes(
     factor, cap = in_log2(scale, softcap)
     tiles = Tiles(TILE_QUERIES, 128, 4, 2)  # the fastest on an H200
     if q.itemsize > 2 or head_dim > 128 or not fits(tiles, q):
-        tiles = choose_tiles(q, TILE_QUERIES)
+        tiles = choose_tiles(q, TILE_QUERIES, group=1)
     results = torch.empty((max_parts(rows), rows, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)
     _prefix_kernel[(prefixes.workers, kv_heads)](

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.attention.cache_layout import MAX_SLOTS
 from nanoinfer.checks import short
-from nanoinfer.config import MAX_SLOTS, Config
+from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec

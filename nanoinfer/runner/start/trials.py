@@ -91,13 +91,16 @@ class Trials:
 
 
 def largest_image(config: Config) -> Pixels:
-    """Return the pixels of an image so large that of none more is made, for an LLM that sees."""
+    """Return the pixels of an image, or of a video's frames at once, so large that of none more is made.
+
+    config: of an LLM that sees
+    """
     from transformers import AutoTokenizer  # here, for a model that cannot see does without
 
     assert config.hf_config is not None
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
     processor = VisionProcessor(config.model, config.hf_config, tokenizer, config.image_options)
-    return dict(processor.images.largest().pixels)
+    return dict(processor.largest())
 
 
 def image_bytes(config: Config, tower: TransformersTower | None) -> int:
