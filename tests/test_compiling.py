@@ -6,10 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from nanoinfer import LLM
+from nanoinfer.kernels.launch import is_recording
+from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
+from nanoinfer.runner.message import PrefillMessage
+from nanoinfer.runner.start import compiling
+from nanoinfer.runner.start.compiling import compile_steps
+from nanoinfer.runner.start.trials import Trials
+from nanoinfer.runner.steps.pending_tokens import Launched
 
 SCRIPT = """
 import json
@@ -135,3 +146,28 @@ def test_what_is_compiled_already_is_not_launched_either_but_by_other_threads(sa
 
 def test_the_error_of_a_kernel_or_of_a_step_is_raised(said: dict[str, Any]) -> None:
     assert said["errors"] == ["CompilationError", "ZeroDivisionError"]
+
+
+@torch.inference_mode()
+def test_a_start_tries_prompts_of_all_sizes_and_each_decode_step_as_it_runs_later(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_llm(device="cpu", max_num_seqs=4, max_num_batched_tokens=600, max_model_len=300).engine.ranks.runner
+    steps, decoded, lengths = runner.steps, [], []
+    prefill = steps.prefill
+
+    def note_decode(rows: int, kind: DecodeKind) -> None:
+        decoded.append((rows, kind, is_recording()))
+
+    def note_prefill(message: PrefillMessage) -> Launched:
+        lengths.append([len(chunk.token_ids) for chunk in message.chunks])
+        return prefill(message)
+
+    monkeypatch.setattr(steps, "prefill", note_prefill)
+    monkeypatch.setattr(compiling, "compile_kernels", lambda tried, device: [step() for step in tried])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    trials = Trials(runner.config, steps.max_blocks, runner.device)
+    compile_steps(steps, trials, [(4, PLAIN)], [(1, PLAIN), (2, PLAIN)], note_decode)
+    assert decoded == [(4, PLAIN, False), (1, PLAIN, True), (2, PLAIN, True)]
+    assert lengths == [[1], [2], [4], [8], [16], [32], [64], [128], [256], [150, 150, 150, 150]]
