@@ -10,6 +10,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.hub import name_of
 from nanoinfer.process import first_launch
+from nanoinfer.process.compile_once import compile_once
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
@@ -55,6 +56,8 @@ class Start:
         if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
             # Now, for the driver reads the environment, in which the other processes start.
             first_launch.prepare(config.device_of(0).index)
+            if self._others is not None:
+                compile_once()  # as they do
 
     def begin(self, config: Config) -> None:
         """Let replicas start their engines, which takes them longer than this process needs for the tokenizer."""

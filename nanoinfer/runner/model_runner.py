@@ -38,7 +38,7 @@ from nanoinfer.runner.memory.plan import MemoryPlan, graph_bytes, named_memory_e
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
-from nanoinfer.runner.start.trials import LONG_CHUNK, Trials, check_attention, image_bytes, peak_bytes
+from nanoinfer.runner.start.trials import Trials, check_attention, image_bytes, peak_bytes
 from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
@@ -107,7 +107,7 @@ class ModelRunner:
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         layout = config.cache_layout.part(range(model.num_layers))
         self.backend = make_backend(config.attention_backend, layout, config.is_in_order)
-        most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+        most = max(config.max_num_batched_tokens, config.max_num_seqs)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
         self.holdings.load(self._voice)
         if config.device == "cuda":
@@ -141,11 +141,11 @@ class ModelRunner:
         config, trials = self.config, Trials(self.config, self.steps.max_blocks, self.device)
         step_bytes = 0
         if config.device == "cuda":
-            # Several ranks compile each kernel when they come to it: all must launch their sums in the same order.
-            if self.tp.size == 1 and self._graph_sizes:
-                compile_steps(config, self.steps, trials, self._graph_sizes, self._decode_rows)
+            decodes = trials.largest_decodes(self.verify_sizes) if config.description.generates else []
+            captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
+            compile_steps(self.steps, trials, decodes, captured, self._decode_rows)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            decode, redrawn = self._measure_decode(trials) if config.description.generates else (0, 0)
+            decode, redrawn = self._measure_decode(decodes) if decodes else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
             step_bytes += redrawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
@@ -155,9 +155,9 @@ class ModelRunner:
         )
         return step_bytes
 
-    def _measure_decode(self, trials: Trials) -> tuple[int, int]:
+    def _measure_decode(self, steps: list[tuple[int, DecodeKind]]) -> tuple[int, int]:
         """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
-        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in trials.largest_decodes(self.verify_sizes)]
+        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in steps]
         return max(peaks), self.steps.logits_processors.working_bytes
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
