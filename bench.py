@@ -27,12 +27,13 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.benchmark.adapters import load_adapters
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
-from nanoinfer.benchmark.files import check_files, write_files
-from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
+from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops, measure_rates
 from nanoinfer.benchmark.least_steps import Limits
+from nanoinfer.benchmark.output.files import check_files, write_files
+from nanoinfer.benchmark.output.report import report
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
-from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import (
@@ -49,7 +50,6 @@ from nanoinfer.config import Config
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import describe
 from nanoinfer.process.standard_error import say
-from nanoinfer.weights.formats.format import Format
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 TIED, VOCABULARY = SHAPE_FIELDS.index("tie_word_embeddings"), SHAPE_FIELDS.index("vocab_size")
@@ -86,7 +86,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         status.begin("measuring the memory's bandwidth and the matrix rate")
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-        rates = rates_of(config)
+        rates = measure_rates(config)
     itemsizes = (
         config.torch_dtype.itemsize,
         config.torch_cache_dtype.itemsize,
@@ -120,6 +120,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "max_adapter_rank": config.max_adapter_rank,
         "load_adapter_seconds": load_seconds,
         "speculation": args.speculation,
+        "draft_model": args.draft_model,
         "max_guesses": config.max_guesses,
         "accepted_tokens": stats.num_accepted_tokens,
         "tokens_per_decode_row": stats.tokens_per_decode_row,
@@ -140,13 +141,6 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         **count_steps(repeats, work.tokens_in),
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},
     }, repeats[-1]
-
-
-def rates_of(config: Config) -> dict[Format, float]:
-    """Measure the matrix rates of the formats that a device multiplies in another type than the model's dtype."""
-    own = config.torch_dtype
-    types = {format: format.multiplied_in(own, config.device) for format in config.description.formats.quantized}
-    return {format: measure_flops(config.device, kind) for format, kind in types.items() if kind != own}
 
 
 def limits_of(llm: LLM) -> Limits:
@@ -188,6 +182,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             max_adapter_rank=args.max_adapter_rank,
             deterministic=args.deterministic,
             speculation=args.drafter or args.speculation,
+            draft_model=args.draft,
             max_guesses=args.max_guesses,
         )
     except ValueError as error:
@@ -236,39 +231,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def report(result: dict[str, Any], is_short: bool) -> None:
-    """Print the figures of nanoinfer's run, for a person to read. is_short: it ran fewer requests than a GPU would"""
-    print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
-    runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
-    print(
-        f"workload {result['workload']}: {result['num_seqs']} requests, {result['tokens_in']:,} tokens in,"
-        f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
-        f" {result['tokens_per_second']:,.0f} tok/s"
-    )
-    if result["speculation"]:
-        each = f"{result['tokens_per_decode_row']:.2f} tokens a row and decode step"
-        print(f"guesses: {result['accepted_tokens']:,} held in all runs; {each}")
-    if result["adapters"]:
-        print(
-            f"adapters: {result['adapters']} of rank {result['max_adapter_rank']}, in {result['max_adapters']} slots;"
-            f" to load one takes {result['load_adapter_seconds'] * 1e3:.1f} ms"
-        )
-    again = f"; preemptions: {result['preemptions']:,}, tokens computed again: {result['recomputed_tokens']:,}"
-    share = f", {result['recomputed_share']:.1%} of those in"
-    print(
-        f"decode steps: {result['decode_steps']:,}, at least {result['floor_decode_steps']:,}"
-        f"{f'{again}{share}' if result['preemptions'] else ''}"
-    )
-    if is_short:
-        whole = WORKLOADS["nano"].num_seqs
-        print(f"on the CPU {SEQS_ON_CPU} requests run unless you ask for others; --num-seqs {whole} runs all of nano")
-    print(
-        f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
-        f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it",
-        flush=True,
-    )
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,8 +261,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
-    drafters = ["auto", "suffix", "successors"]
+    drafters = ["auto", "suffix", "draft", "successors"]
     parser.add_argument("--speculation", choices=drafters, help="what guesses tokens (default: nothing does)")
+    parser.add_argument("--draft-model", help="of --speculation draft: folder or Hub id, or a shape beside --config")
     parser.add_argument("--max-guesses", type=int, default=8, help="for each request and step (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
@@ -330,6 +293,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             " repeat or rollouts, and a --config whose head is a matrix of its own, such as 8b"
         )
     args.drafter = Successors(SHAPES[args.config][0][VOCABULARY]) if args.speculation == "successors" else None
+    args.draft = args.draft_model  # the folder of a shape comes later
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
     if (args.weights or args.adapters) and args.dp > 1:
@@ -378,10 +342,14 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
 def main() -> None:
     """Measure, print, write."""
     args = parse_args()
-    with tempfile.TemporaryDirectory() as scratch, StatusLine() as status:
+    directory = tempfile.TemporaryDirectory
+    with directory() as scratch, directory() as draft, StatusLine() as status:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
+        if args.draft_model in SHAPES:
+            write_config(args.draft_model, draft)
+            args.draft = draft
         last: Repeat | None = None
         if args.weights:
             result = run_weights(args, folder, status)

@@ -7,7 +7,7 @@ prepare_own()  # before the imports that take long
 with no_collection():
     from nanoinfer.beam_search_params import BeamSearchParams
     from nanoinfer.engine.ranks.workers import WorkerError
-    from nanoinfer.engine.stats import Stats
+    from nanoinfer.engine.results.stats import Stats
     from nanoinfer.hub import BUNDLED_MODEL
     from nanoinfer.llm import LLM
     from nanoinfer.logprob import LogProb

@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Set
 from contextlib import suppress
+from dataclasses import field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def as_int(value: Any) -> int | None:
@@ -72,6 +75,22 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, what: st
         what = what or (f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}")
         raise ValueError(f"{name}={short(value)}: must be {what}")
     return integer
+
+
+def ranged(default: T, low: int, high: int | None = None) -> T:
+    """Return a dataclass's field of an integer from `low` to `high`, to which `check_ranges` holds it."""
+    made: T = field(default=default, metadata={"range": (low, high)})
+    return made
+
+
+def check_ranges(options: Any) -> None:
+    """Convert a dataclass's fields that `ranged` has made to Python's own integers; None stays None.
+
+    Raises ValueError as check_int does.
+    """
+    for option in [option for option in fields(options) if "range" in option.metadata]:
+        if (value := getattr(options, option.name)) is not None:
+            setattr(options, option.name, check_int(option.name, value, *option.metadata["range"]))
 
 
 def check_number(name: str, value: Any, low: float, high: float, what: str) -> float:

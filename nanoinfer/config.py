@@ -12,15 +12,16 @@ import torch
 from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
-from nanoinfer.attention.cache_layout import CacheLayout, lay_out
-from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
-from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
+from nanoinfer.attention.cache_layout import MAX_SLOTS, CacheLayout, lay_out
+from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, Draft, dtype_name
+from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, ranged, short
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
+from nanoinfer.models.ranks import check_in_order
 from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
@@ -38,7 +39,6 @@ OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.js
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
-MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @hints_for("LLM")
@@ -91,15 +91,20 @@ class Config:
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
-        A Drafter makes guesses of its own. None: there are none, as on a GPU, and in models whose layers keep a state
+        "draft": draft_model makes guesses. A Drafter makes guesses of its own. None: there are none, as in models whose
+        layers keep a state
+    draft_model: a folder or a Hub id: a small model of the same vocabulary, for speculation="draft". Its keys lie in
+        the KV cache, too. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
-    limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
+    limit_images_per_prompt: a prompt has at most this many images; 0: none. None: as many as fit max_model_len
+    limit_videos_per_prompt: a prompt has at most this many videos, as limit_images_per_prompt says of images
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
-        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
+        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. For videos, "fps" is how many of their frames are seen
+        in a second, and "videos_kwargs" has "max_pixels" and "min_pixels" of their own. None: as its files say
     image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
@@ -129,14 +134,14 @@ class Config:
     """
 
     model: str
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
-    max_model_len: int = cast(int, None)  # until the model's limit is known
+    max_num_batched_tokens: int = ranged(16384, 1)
+    max_num_seqs: int = ranged(512, 1)
+    max_model_len: int = ranged(cast(int, None), 2)  # None until the model's limit is known; a prompt token and another
     gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = ranged(1, 1, MAX_RANKS)
     enforce_eager: bool = False
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int | None = None
+    kvcache_block_size: int = ranged(256, 16, MAX_SLOTS)
+    num_kvcache_blocks: int | None = ranged(None, 1)
     kv_offload_gib: float | None = None
     attention_backend: str = "auto"
     dtype: str = "auto"
@@ -147,17 +152,19 @@ class Config:
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
-    max_adapters: int = 0
-    max_adapter_rank: int = 16
+    max_adapters: int = ranged(0, 0, MAX_ADAPTERS)
+    max_adapter_rank: int = ranged(16, 1, MAX_ADAPTER_RANK)
     speculation: str | Drafter | None = None
-    max_guesses: int = 8
-    remember_outputs: int = 0
+    draft_model: str | None = None
+    max_guesses: int = ranged(8, 1, MOST_GUESSES)
+    remember_outputs: int = ranged(0, 0)
     images: bool | str = "auto"
-    limit_images_per_prompt: int | None = None
+    limit_images_per_prompt: int | None = ranged(None, 0)
+    limit_videos_per_prompt: int | None = ranged(None, 0)
     image_options: Mapping[str, Any] | None = None
     image_folder: str | None = None
     device: str = "auto"
-    seed: int = 0
+    seed: int = ranged(0, 0, 2**63 - 1)
     runner: str = "auto"
     load_format: str = "safetensors"
     revision: str | None = None
@@ -165,7 +172,7 @@ class Config:
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
-    data_parallel_size: int = 1
+    data_parallel_size: int = ranged(1, 1, MAX_REPLICAS)
     restart_replicas: bool = False
     worker_timeout: float = 30.0
     use_tqdm: bool = True
@@ -176,6 +183,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
+    draft: Draft | None = field(init=False, repr=False)  # what draft_model holds
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
@@ -220,15 +228,19 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
-        self.speculation = check_speculation(self.speculation)
+        self.speculation = check_speculation(self.speculation, self.draft_model)
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
-        own = "model", self.model, self.revision, CHECKPOINT_FILES
-        self.model, self.tokenizer = find_folder(*own), self._find_tokenizer()
+        source, self.model = self.model, find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
+        if self.tokenizer is not None or self.tokenizer_revision is not None:
+            wanted = source if self.tokenizer is None else self.tokenizer
+            self.tokenizer = find_tokenizer(wanted, self.tokenizer_revision)
+        if self.draft_model is not None:
+            self.draft_model = find_folder("draft_model", self.draft_model, None, CHECKPOINT_FILES)
 
     def _read_checkpoint(self) -> None:
         """Read the checkpoint's settings, and check what depends on them."""
@@ -242,30 +254,40 @@ class Config:
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
-        model = self.description
-        check_speculating(self.speculation, self.device, model.generates, model.has_states, self.routed_experts)
+        model, self.draft = self.description, None
+        can = model.generates, model.has_states, self.routed_experts, self.sees
+        check_speculating(self.speculation, *can)
+        if self.draft_model is not None:
+            own = model, self.tokenizer or self.model
+            self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
-        self.attention_backend = choose_backend(
-            self.attention_backend,
-            self.device,
-            self.torch_dtype,
-            self.kvcache_block_size,
-            self.description.largest_head,
-            self.kv_cache_dtype == "fp8",
-            self.description.sinks,
-            self.is_in_order,
-        )
+        shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
+        wishes = self.kv_cache_dtype == "fp8", any(model.sinks for model in self.models), self.is_in_order
+        self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
         if self.deterministic:
-            self.description.check_in_order(self.tensor_parallel_size, self.device == "cpu")
+            ranks = self.tensor_parallel_size, self.device == "cpu"
+            check_in_order(self.description, *ranks)
+            if self.draft is not None:
+                self.draft.check_in_order(*ranks)
 
     def add_end(self, token_id: int) -> None:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
         if token_id < self.description.vocab_size:
             self.eos_token_ids |= {token_id}
+
+    @property
+    def models(self) -> list[Description]:
+        """The models whose keys lie in the KV cache: the LLM's, then its draft model."""
+        return [self.description, *([] if self.draft is None else [self.draft.description])]
+
+    @property
+    def largest_head(self) -> int:
+        """The numbers in a head, in the layer where they are the most."""
+        return max(model.largest_head for model in self.models)
 
     @property
     def sees(self) -> bool:
@@ -329,37 +351,14 @@ class Config:
             return torch.device("cpu")
         return torch.device("cuda", rank if self.starts_ranks else torch.cuda.current_device())
 
-    def _find_tokenizer(self) -> str | None:
-        """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
-        if self.tokenizer is None and self.tokenizer_revision is None:
-            return None
-        return find_tokenizer(self.model if self.tokenizer is None else self.tokenizer, self.tokenizer_revision)
-
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
-        for name, low, high in (
-            ("max_num_batched_tokens", 1, None),
-            ("max_num_seqs", 1, None),
-            ("tensor_parallel_size", 1, MAX_RANKS),
-            ("data_parallel_size", 1, MAX_REPLICAS),
-            ("seed", 0, 2**63 - 1),
-            ("kvcache_block_size", 16, MAX_SLOTS),
-            ("max_adapters", 0, MAX_ADAPTERS),
-            ("max_adapter_rank", 1, MAX_ADAPTER_RANK),
-            ("max_guesses", 1, MOST_GUESSES),
-            ("remember_outputs", 0, None),
-        ):
-            setattr(self, name, check_int(name, getattr(self, name), low, high))
-        if cast("int | None", self.max_model_len) is not None:
-            self.max_model_len = check_int("max_model_len", self.max_model_len, 2)  # a prompt token and a generated one
+        check_ranges(self)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
-        for name in ("limit_images_per_prompt", "num_kvcache_blocks"):
-            if (value := getattr(self, name)) is not None:
-                setattr(self, name, check_int(name, value, 1))
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
@@ -379,22 +378,15 @@ class Config:
             longest = self.cache_layout.longest(self.cache_layout.pool_of(blocks), longest)
         if self.fits_length:
             self.max_model_len = longest
-        elif longest < self.max_model_len:
-            needed = -(-self.max_model_len // self.kvcache_block_size)
-            raise ValueError(
-                f"num_kvcache_blocks={blocks}: one sequence of max_model_len={self.max_model_len} needs {needed} blocks"
-                f" of {self.kvcache_block_size} tokens; raise it, or lower max_model_len to {longest}"
-            )
+        elif blocks is not None and longest < self.max_model_len:
+            raise self.cache_layout.too_few(blocks, self.max_model_len)
 
     def _lay_out_cache(self) -> None:
         """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
         self.description = self.description.within(self.max_model_len)
-        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.largest_head)
-        self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
-        self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
-        most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)
-        if self.num_kvcache_blocks is not None and self.num_kvcache_blocks > most:
-            raise ValueError(
-                f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
-                f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
-            )
+        if self.draft is not None:
+            self.draft = self.draft.within(self.max_model_len, self.description.long_from)
+        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.largest_head)
+        memory, *draft = [model.memory(self.tensor_parallel_size) for model in self.models]
+        self.cache_layout = lay_out(memory, self.kvcache_block_size, unit, *draft)
+        self.cache_layout.check(self.num_kvcache_blocks, self.max_num_batched_tokens)

@@ -54,6 +54,7 @@ ELSEWHERE = {
         ("allowed_local_media_path", "image_folder"),
         ("language_model_only", "images"),
         ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
+        ("video videos", 'write {"prompt": text, "multi_modal_data": {"video": frames}} as the prompt'),
         ("enable_lora max_loras_per_batch", "max_adapters"),
         ("max_lora_rank", "max_adapter_rank"),
         ("adapter_name lora_name", "adapter"),

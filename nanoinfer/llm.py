@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
 from typing import Any
 
-from torch import Tensor
-
-from nanoinfer.checks import check_flag, check_int, check_subset
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prompt
-from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.prompts import CallPrompts, Prepared, Tokens
 from nanoinfer.requests.queueing import QueuesRequests
 from nanoinfer.requests.reading.methods import ReadsTexts
-from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
+from nanoinfer.requests.upkeep.memory import LendsMemory
+from nanoinfer.requests.upkeep.stats import KeepsStats
+from nanoinfer.requests.upkeep.weights import ChangesWeights
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.requests.vllm.methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(QueuesRequests, SearchesBeams, ReadsTexts, TokenizesTexts, KeepsStats, VllmMethods, Started):
+class LLM(
+    QueuesRequests,
+    SearchesBeams,
+    ReadsTexts,
+    TokenizesTexts,
+    ChangesWeights,
+    LendsMemory,
+    KeepsStats,
+    VllmMethods,
+    Started,
+):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
@@ -96,7 +101,8 @@ class LLM(QueuesRequests, SearchesBeams, ReadsTexts, TokenizesTexts, KeepsStats,
             {"prompt": text, "multi_modal_data": {"image": [...]}}, or with "prompt_token_ids". For each it holds what
             the model's chat template writes for one, such as <|vision_start|><|image_pad|><|vision_end|>. An image is a
             PIL image, the bytes of its file, a data: URL, an array of uint8, [height, width, 3], or a path or a file:
-            URL in the option image_folder. Nothing is fetched
+            URL in the option image_folder. Nothing is fetched. Under "video", some models take videos: each is a list
+            of frames, or an array of uint8, [frames, height, width, 3], and (frames, {"fps": 2}) says their rate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
@@ -124,8 +130,8 @@ class LLM(QueuesRequests, SearchesBeams, ReadsTexts, TokenizesTexts, KeepsStats,
 
         messages: one chat, a list of mappings with "role" and "content", which is a string or a list of parts; or a
             list of chats. The template gets content, and arguments of tool calls, in the form that it takes. A part is
-            {"type": "text", "text": text}, {"type": "image", "image": image} or {"type": "image_url", "image_url":
-            {"url": ...}}, with an image as for generate
+            {"type": "text", "text": text}, {"type": "image", "image": image}, {"type": "image_url", "image_url":
+            {"url": ...}} or {"type": "video", "video": frames, "fps": 2}, with an image or frames as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
         lora_request: as for generate
@@ -188,110 +194,6 @@ class LLM(QueuesRequests, SearchesBeams, ReadsTexts, TokenizesTexts, KeepsStats,
         with self.engine.alike():
             prepared = self._inputs.check_continuations(prompt, continuations, adapter)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
-
-    @hints_for("update_weights")
-    def update_weights(
-        self,
-        named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
-        partial: bool = False,
-        in_flight: Fate = "recompute",
-    ) -> int:
-        """Write a trainer's tensors into the weights, in place; returns the weights_version.
-
-        named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping.
-            Tensors may be on any device, and of 16, 32 or 64 bits. The LLM writes those of an iterator as they come,
-            and keeps none. It checks all of a list or a dictionary before it writes the first
-        partial: True: the other weights stay as they are; False: all tensors of the model must come. Incomplete weights
-            take parts, too. The version stays until all tensors have come, by calls that have all ended well
-        in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
-            and the LLM computes prompts and tokens again. Later tokens and log-probabilities are then those of the new
-            weights alone. "keep": they go on with the keys and values of the old weights. "abort": they end, and the
-            next step returns them
-
-        Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
-        comes, the weights are incomplete: generate and the like raise RuntimeError until all tensors have come anew.
-
-        Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises it in the end for missing
-        tensors, and for numbers that are not finite. The weights are then incomplete too, if the LLM has written any.
-        """
-        self.engine.check_writable()
-        with self.engine.alike():
-            partial = check_flag("partial", partial)
-            source = TensorSource(named_tensors, partial, self.config.description.beside)
-            begin = self._requests.before_new_weights(in_flight)
-        with self._turn():
-            self.engine.check_writable()
-            return self.engine.updater.update(source, in_flight, begin)
-
-    @hints_for("load_weights")
-    def load_weights(self, model: str, revision: str | None = None, in_flight: Fate = "recompute") -> int:
-        """Write the weights of another checkpoint of the same model, as update_weights does.
-
-        model: a folder with *.safetensors, or a Hub id
-        revision: the branch, tag or commit of a Hub id; None: its main branch
-        in_flight: as for update_weights
-
-        Raises ValueError if names, shapes or dtypes do not fit, before anything is written. Raises it in the end for
-        numbers that are not finite. The weights are then incomplete.
-        """
-        self.engine.check_writable()
-        with self.engine.alike():
-            folder = find_folder("model", model, revision, CHECKPOINT_FILES)
-            source = FileSource(folder, self.config.description.beside)
-            begin = self._requests.before_new_weights(in_flight)
-        with self._turn():
-            self.engine.check_writable()
-            return self.engine.updater.load(source, in_flight, begin)
-
-    @property
-    def weights_version(self) -> int:
-        """How often the weights have been changed."""
-        return self.engine.updater.version
-
-    @hints_for("reset_prefix_cache")
-    def reset_prefix_cache(self) -> bool:
-        """Let no later request share what has been computed so far; returns True, also while the LLM sleeps."""
-        self.engine.check_open()
-        with self._turn():
-            return self.engine.reset_prefix_cache()
-
-    @hints_for("sleep")
-    def sleep(self, level: int = 1) -> None:
-        """Give the memory of the KV cache and of the weights back to the device, until `wake_up`.
-
-        level: 1: the weights are copied to host memory first, and an LLM on the CPU keeps them where they are;
-            2: weights and adapters are dropped. After wake_up, update_weights or load_weights must write the weights;
-            llm.adapters is empty
-
-        What was computed so far is forgotten. The copy of level 1 stays in host memory until level 2 or `close`. A
-        sleeping LLM may sleep again, deeper too, and be closed.
-
-        Raises RuntimeError while requests run, or if the host has no room for the weights.
-        """
-        self.engine.check_open()
-        with self.engine.alike():
-            check_int("level", level, 1, 2)
-        with self._turn(alone=True):
-            self.engine.sleep(keep_weights=level == 1)
-
-    @hints_for("wake_up")
-    def wake_up(self, tags: ListLike[str] | None = None) -> None:
-        """Take back what `sleep` has given away; what is awake stays as it is.
-
-        tags: "weights", "kv_cache" or both; None: both. New weights can be written before the KV cache comes back.
-
-        Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
-        """
-        self.engine.check_open()
-        with self.engine.alike():
-            wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
-        with self._turn():
-            self.engine.wake_up(wanted)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV cache, or both, are given away."""
-        return self.engine.is_sleeping
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.

@@ -115,7 +115,7 @@ EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
 OF_FILES = "an adapter's own files say what it has"
 REFUSED_IN_ADAPTERS = "merge such an adapter into its base with PEFT's merge_and_unload()"
-IMAGES_ALONE = "of other media than texts there are images; see LLM(images=...)"
+IMAGES_ALONE = "of other media than texts there are images and frames of videos; see LLM(images=...)"
 IMAGE_SIZES = "LLM(image_options=...) says how large images become"
 OWN_TOWERS = "towers are those of transformers"
 NOT_FETCHED = "nothing is fetched; see LLM(image_folder=...)"
@@ -133,7 +133,7 @@ CUT_BEFORE = "a prompt that is too long is refused: cut it before"
 BEAMS = "SamplingParams has no beams: call llm.beam_search"
 READS = "a checkpoint's files say how it is read; LLM(runner=...) says whether it only reads"
 NOT_LOGGED = "the log tells of no requests"
-SPECULATION = "write LLM(speculation='suffix', max_guesses=...)"
+SPECULATION = "write LLM(speculation=..., max_guesses=..., draft_model=...)"
 NOT_HERE = "nothing here depends on it"
 
 Line = tuple[str, Values, str]

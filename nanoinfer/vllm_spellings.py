@@ -12,27 +12,37 @@ Spelling = Callable[[Any, Options], Options]
 """What makes our arguments of one that is not None. It gets all arguments of the call, too."""
 
 POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
-OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments
+DRAFT_MODEL = "draft_model"  # a method of its speculative_config
+FPS, SAMPLING = "fps", "do_sample_frames"  # of a processor's arguments: for videos, whose frames are all taken
 
 
 def of_images(arguments: Any) -> Any:
     """Return those of a processor's arguments that can change an image; what is no mapping stays as it is."""
+    return _without(arguments, FPS, SAMPLING)
+
+
+def _without(arguments: Any, *names: str) -> Any:
     if not isinstance(arguments, Mapping):
         return arguments
-    return {name: value for name, value in arguments.items() if name not in OF_VIDEOS}
+    return {name: value for name, value in arguments.items() if name not in names}
 
 
-def _limit_images(limits: Any, beside: Options) -> Options:
+def _limit_media(limits: Any, beside: Options) -> Options:
     """Return our options for vLLM's limits: a number for each medium, or a mapping that has it as "count".
 
-    Limits of other media are not looked at: a prompt with one is refused.
+    Limits of media other than images and videos are not looked at: a prompt with one is refused.
     """
     name = "limit_mm_per_prompt"
     if not isinstance(limits, Mapping):
-        raise ValueError(f"{name}={short(limits)}: must be a mapping, such as {{'image': 4}}")
-    limit = limits.get("image")
-    count = limit.get("count") if isinstance(limit, Mapping) else limit
-    return {"images": False} if as_int(count) == 0 else {"limit_images_per_prompt": count}
+        raise ValueError(f"{name}={short(limits)}: must be a mapping, such as {{'image': 4, 'video': 1}}")
+    images, videos = (_count(limits.get(medium)) for medium in ("image", "video"))
+    if as_int(images) == 0 and not videos:
+        return {"images": False}
+    return {"limit_images_per_prompt": images, "limit_videos_per_prompt": videos}
+
+
+def _count(limit: Any) -> Any:
+    return limit.get("count") if isinstance(limit, Mapping) else limit
 
 
 def _without_media(value: Any, beside: Options) -> Options:
@@ -54,26 +64,27 @@ def _count_adapters(value: Any, beside: Options) -> Options:
 
 
 def _speculate(config: Any, beside: Options) -> Options:
-    """Return our options for vLLM's speculative_config. Settings of its drafters' searches change no result."""
+    """Return our options for vLLM's speculative_config. Other settings of its drafters change no result."""
     name = "speculative_config"
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}={short(config)}: must be a mapping, such as {{'method': 'suffix'}}")
     if not config:
         return {}
-    method = config.get("method")
-    if method not in ("ngram", "suffix"):
+    model, count = config.get("model"), config.get("num_speculative_tokens")
+    method = config.get("method", None if model is None else DRAFT_MODEL)
+    if method not in ("ngram", "suffix", DRAFT_MODEL):
         raise ValueError(
-            f"{name}={short(config)}: its method must be 'ngram' or 'suffix': nanoinfer guesses from earlier text, and"
-            " has no draft models; see LLM(speculation=...)"
+            f"{name}={short(config)}: its method must be 'ngram', 'suffix' or {DRAFT_MODEL!r}: nanoinfer guesses from"
+            " earlier text, or by a small model; see LLM(speculation=...)"
         )
-    count = config.get("num_speculative_tokens")
-    return {"speculation": "suffix"} | ({} if count is None else {"max_guesses": count})
+    ours = {"speculation": "draft", "draft_model": model} if method == DRAFT_MODEL else {"speculation": "suffix"}
+    return ours | ({} if count is None else {"max_guesses": count})
 
 
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
-        "limit_mm_per_prompt": _limit_images,
-        "mm_processor_kwargs": lambda value, _: {"image_options": of_images(value)},
+        "limit_mm_per_prompt": _limit_media,
+        "mm_processor_kwargs": lambda value, _: {"image_options": _without(value, SAMPLING)},
         "allowed_local_media_path": lambda value, _: (
             {} if isinstance(value, str) and not value else {"image_folder": value}
         ),

@@ -110,14 +110,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def guesses_on_gpus() -> Iterator[None]:
-    """Tests verify guesses on a GPU, too, where LLMs do not yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanoinfer.drafting.options.DEVICES", ("cpu", "cuda"))
-        yield
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The bits of a product may depend on how many threads share it, and two wait long where something else runs."""

@@ -32,7 +32,7 @@ from nanoinfer.runner.cuda_graphs import (
     sharing_batch_sizes,
     sizes_by_kind,
 )
-from nanoinfer.runner.trials import Trials
+from nanoinfer.runner.start.trials import Trials
 from nanoinfer.weights.adapters.low_rank import LowRank
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
@@ -291,11 +291,11 @@ class TestGraphs:
         """A GPU runs these before the first request, to compile their kernels and to measure their memory."""
         runner = make_llm(**OPTIONS, max_num_seqs=4, max_num_batched_tokens=600).engine.ranks.runner
         trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
-        small, largest = trials.small_prefills(), trials.largest_prefills()
-        tried = [(chunk.adapter, len(chunk.token_ids)) for step in small for chunk in step.chunks]
-        assert tried == [(-1, 300), (0, 300), (0, 600)]
+        prompts, largest = trials.prefills(), trials.largest_prefills()
+        tried = [(chunk.adapter, len(chunk.token_ids)) for step in prompts for chunk in step.chunks]
+        assert tried == [(adapter, 2**power) for adapter in (-1, 0) for power in range(10)]
         assert [{chunk.adapter for chunk in step.chunks} for step in largest] == [{-1}, {0}]
-        for step in [*small, *largest]:
+        for step in [*prompts, *largest]:
             runner.run(step)
         with torch.inference_mode():
             runner._decode_rows(4, DecodeKind(has_adapters=True))

@@ -417,7 +417,9 @@ def test_ctrl_c_at_any_line_leaves_the_old_version_or_the_new_one(
 def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
     llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_lifecycle, "HOST_FILES", ("adapters.py", "block_manager.py", "prefix_tree.py"))
+    monkeypatch.setattr(
+        test_lifecycle, "HOST_FILES", ("adapters.py", "block_manager.py", "prefix_cache.py", "prefix_tree.py")
+    )
 
     def unload(trace: Interrupt) -> None:
         tokens(llm, adapter="one", count=1)

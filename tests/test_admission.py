@@ -18,8 +18,9 @@ from nanoinfer.benchmark.least_steps import Limits, decode_steps
 from nanoinfer.benchmark.workloads import WORKLOADS, Workload
 from nanoinfer.engine.admission.lengths import Lengths
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import DecodeStep, PrefillStep
 
 EOS, OTHER = 1, 5
 LIMITS = Limits(rows=512, tokens=16384, blocks=430, groups=alike(256).groups)  # of bench.py: 110,080 tokens

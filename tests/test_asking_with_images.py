@@ -439,8 +439,8 @@ class TestErrors:
                 r"prompts\[1\]\['mm_processor_kwargs'\] is {'max_pixels': 9}: must be left out: LLM\(image_options=",
             ),
             (
-                {"prompt": "<video>", "multi_modal_data": {"video": [ONE]}},
-                r"\['multi_modal_data'\] has 'video': must have 'image' alone; give frames of a video as images",
+                {"prompt": "<audio>", "multi_modal_data": {"audio": [ONE]}},
+                r"\['multi_modal_data'\] has 'audio': must have 'image' and 'video' alone",
             ),
             ({"prompt": IMAGE, "multi_modal_data": ONE}, r"\['multi_modal_data'\] is <PIL.*: must be a mapping with"),
             ({"prompt": IMAGE, "image": ONE}, r"must be text, .*, and nothing else but 'multi_modal_data'"),
@@ -456,10 +456,9 @@ class TestErrors:
         ("part", "message"),
         [
             ({"type": "image"}, r"messages\[1\]\[0\] has the part .*: must have an image under 'image'"),
-            ({"type": "video", "video": [ONE]}, r"has content of type 'video': must be texts, .*frames of a video"),
             (
                 {"type": "input_audio", "input_audio": {}},
-                "has content of type 'input_audio': must be texts, and images",
+                "has content of type 'input_audio': must be texts, images as",
             ),
             ({"type": "text", "text": IMAGE}, r"messages\[1\] has 1 placeholders, '<image>', and no image"),
             ({"type": "image", "image": "/etc/passwd"}, r"image 0 of messages\[1\] is '/etc/passwd': no file is read"),
@@ -486,7 +485,7 @@ class TestErrors:
         wanted = (
             r"prompts\[0\]\['prompt'\] has \d+ tokens, of which image 1 has 16: must be fewer than max_model_len=16.*"
         )
-        assert re.match(wanted + "image_options can make images smaller", str(caught.value))
+        assert re.match(wanted + "image_options can make images and videos smaller", str(caught.value))
 
     def test_what_a_step_cannot_hold_is_known_at_the_start(self, checkpoint: Callable[[str], Checkpoint]) -> None:
         """Squares would fit; of a flat image more is made."""

@@ -18,7 +18,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from nanoinfer.engine.beams.rules import VllmRules
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the models are tiny
 

@@ -33,17 +33,17 @@ import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark import figures as figures_command
-from nanoinfer.benchmark import status_line
-from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
-from nanoinfer.benchmark.plot import binned_rate, plot
+from nanoinfer.benchmark.output import status_line
+from nanoinfer.benchmark.output.files import check_writable
+from nanoinfer.benchmark.output.plot import binned_rate, plot
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
-from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.drafting.drafter import RowTexts
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes

@@ -13,8 +13,9 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE
-from nanoinfer.engine.scheduler import Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import Step
 from nanoinfer.runner.message import ChunkStates
 
 BLOCK = 4
@@ -167,7 +168,7 @@ class TestOneGroup:
         seq, other = numbered(8), numbered(9)
         begin(manager, seq)
         manager.record(seq, num_before)
-        manager.forget_all([seq])
+        manager.prefixes.forget_all([seq])
         manager.record(seq, 8)
         manager.free(seq)
         assert begin(manager, other) == 0
@@ -180,7 +181,7 @@ class TestOneGroup:
         seq, sharer, other = numbered(9), numbered(5), numbered(9)
         fill(manager, seq)
         assert begin(manager, sharer) == 4
-        manager.forget(seq)
+        manager.prefixes.forget(seq)
         manager.free(seq)
         assert begin(manager, other) == 0
         manager.record(other, 9)
@@ -193,7 +194,7 @@ class TestOneGroup:
         seq, follower = numbered(5), numbered(9)
         fill(manager, seq)
         fill(manager, follower)
-        manager.forget(seq)
+        manager.prefixes.forget(seq)
         fill(manager, numbered(5))
         assert begin(manager, numbered(9)) == 4
         follower.token_ids.extend([9, 10, 11])
@@ -206,7 +207,7 @@ class TestOneGroup:
         seq = numbered(8)
         begin(manager, seq)
         manager.record(seq, 3)  # fills no block
-        manager.forget(seq)
+        manager.prefixes.forget(seq)
         manager.record(seq, 8)
         assert manager.prefixes.find(numbered(9)).num_tokens == 0
 
@@ -596,7 +597,7 @@ class TestStates:
         manager.extend(seq, 8)
         assert manager.plan(seq, 4, 8).source == slot  # and there is no slot left
         assert manager.allocate(sequence([9] * 4), 4) is None
-        manager.forget_all([seq])
+        manager.prefixes.forget_all([seq])
         assert manager.allocate(sequence([9] * 4), 4) is None
         manager.begin_step()
         other = sequence([9] * 4)
@@ -619,7 +620,7 @@ class TestStates:
         manager = BlockManager(4, alike(BLOCK), num_slots=4)
         seq = numbered(9)
         compute(manager, seq, 4)
-        manager.forget(seq)
+        manager.prefixes.forget(seq)
         assert compute(manager, seq).snapshots == {}
 
     def test_a_further_sample_has_a_slot_of_its_own(self) -> None:
@@ -646,8 +647,8 @@ class TestStates:
         seq = numbered(5)
         compute(manager, seq)
         {
-            "forget": lambda: manager.forget(seq),
-            "forget_all": lambda: manager.forget_all([seq]),
+            "forget": lambda: manager.prefixes.forget(seq),
+            "forget_all": lambda: manager.prefixes.forget_all([seq]),
             "free_all": manager.free_all,
         }[how]()
         if how != "free_all":

@@ -119,6 +119,24 @@ class TestOneGroup:
         assert replace(layout, groups=without.groups, states=()) == without
 
 
+class TestTwoModels:
+    def test_a_draft_models_layers_come_behind(self) -> None:
+        """Those of the same shape share blocks with the model's; others have groups behind."""
+        window, whole, small = Pages(8, 128, 64), Pages(8, 128), Pages(4, 64)
+        layout = lay_out([window, whole], 256, 128, draft=[small, whole, small])
+        assert [(group.pages, group.layers) for group in layout.groups] == [
+            (whole, (1, 3)),
+            (window, (0,)),
+            (small, (2, 4)),
+        ]
+        model, draft = layout.part(range(2)), layout.part(range(2, 5))
+        assert [(group.pages, group.layers) for group in model.groups] == [(whole, (1,)), (window, (0,))]
+        assert [(group.pages, group.layers) for group in draft.groups] == [(small, (0, 2)), (whole, (1,))]
+        assert [draft.pages_of_a_slice(group) for group in draft.groups] == [
+            layout.pages_of_a_slice(layout.groups[number]) for number in (2, 0)
+        ]
+
+
 class TestLengths:
     def test_a_window_bounds_what_a_sequence_holds(self) -> None:
         full, window = layout_of((8, None), (2, 5)).groups

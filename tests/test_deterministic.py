@@ -27,6 +27,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
+from nanoinfer.models.ranks import check_ranks_in_order
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage
@@ -439,11 +440,11 @@ class TestWhatCannotBe:
         """Where a rank's share cuts a block, the kernel applies scales in another place."""
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), formats=all_in(Fp8Format()))
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
-            model.check_ranks_in_order(2, on_cpu=False)
+            check_ranks_in_order(model, 2, on_cpu=False)
         experts = Experts((False, True), count=8, size=192, routing=Routing(used=2))
-        replace(model, hidden_size=256, experts=experts).check_ranks_in_order(2, on_cpu=False)
+        check_ranks_in_order(replace(model, hidden_size=256, experts=experts), 2, on_cpu=False)
         for formats in (PLAIN_FORMATS, *map(all_in, (Fp8Format((64, 128)), Fp8Format((None, None))))):
-            replace(model, formats=formats).check_ranks_in_order(2, on_cpu=False)
+            check_ranks_in_order(replace(model, formats=formats), 2, on_cpu=False)
 
     @pytest.mark.gpu
     def test_on_cuda(self) -> None:

@@ -18,6 +18,13 @@ from nanoinfer.kernels.drafting.accept import (
     accept_guesses_reference,
     accept_guesses_triton,
 )
+from nanoinfer.kernels.drafting.draft import (
+    DraftedRows,
+    last_two_tokens_reference,
+    last_two_tokens_triton,
+    next_tokens_reference,
+    next_tokens_triton,
+)
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows_reference, gather_rows_triton
 from nanoinfer.kernels.drafting.lines import find_lines, find_lines_reference, find_lines_triton
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses_reference, pack_guesses_triton
@@ -117,6 +124,9 @@ def random_rows(rng: random.Random, rows: int, most: int) -> GuessingRows:
     guesses[rng.randrange(rows), rng.randrange(most)] = rng.choice([-1, VOCABULARY])
     last = [rng.randrange(9) for _ in range(rows)]
     may_guess = [int(rng.random() < 0.8) for _ in range(rows)]
+    for row, position in enumerate(positions):
+        if position == -1:  # an empty row, as DraftingRows.empty leaves it
+            ends[row] = limits[row] = may_guess[row] = -1
     return GuessingRows(guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess)))
 
 
@@ -287,3 +297,27 @@ def test_places_have_what_their_rows_have(has_more: bool, monkeypatch: pytest.Mo
     assert expected.block_tables[3, 5] == 165
     columns = [None if column is None else column.to(DEVICE) for column in args[0]]
     assert same(gather_rows_triton(RowColumns(*columns), args[1].to(DEVICE)), expected)
+
+
+def test_a_draft_model_computes_the_last_two_tokens_and_then_its_own() -> None:
+    """Row 0 has room for guesses behind both tokens, row 1 has none, row 2 may not guess, and row 3 is empty."""
+    rows = DraftedRows(ints([21, 22, 23, 24]), ints([2, 4, 2, -1]), ints([6, 6, 9, 9]), ints([1, 1, 0, 1]))
+    texts = torch.arange(40, dtype=torch.int32).view(4, 10)
+    tokens, positions, row_of = last_two_tokens_reference(rows, texts, ints([3, 2, 1, -1]))
+    assert tokens.tolist() == [31, 0, 0, 0, 21, 0, 0, 0]
+    assert positions.tolist() == [1, -1, -1, -1, 2, -1, -1, -1]
+    assert row_of.tolist() == [0, 1, 2, 3] * 2
+    assert [x.tolist() for x in next_tokens_reference(rows, ints([5, -1, 6, 7]), 1)] == [[5, 0, 6, 7], [3, -1, -1, -1]]
+    assert next_tokens_reference(rows, ints([5, 5, 6, 7]), 2)[1].tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kernels_place_tokens_as_the_references(seed: int) -> None:
+    rng, count = random.Random(seed), 1 + 40 * seed
+    own = random_rows(rng, count, 3)
+    rows = DraftedRows(own.last_tokens, own.positions, own.ends, own.may_guess)
+    slots = ints([rng.randrange(SLOTS) if position >= 0 else -1 for position in own.positions.tolist()])
+    args = rows, random_texts(rng, 5)[1], slots
+    assert same(on_device(last_two_tokens_triton, *args)[0], last_two_tokens_reference(*args))
+    args = rows, own.guesses[:, 0].clone(), seed
+    assert same(on_device(next_tokens_triton, *args)[0], next_tokens_reference(*args))

@@ -211,6 +211,24 @@ def test_an_iterator_is_read_as_outputs_are_taken(folder: str, make_llm: Callabl
     assert embed(llm, TEXTS).shape == (len(TEXTS), 64)
 
 
+def test_a_lists_prompt_that_cannot_work_is_found_half_way(folder: str, make_llm: Callable[..., LLM]) -> None:
+    """The others are dropped, and the LLM goes on."""
+    llm = make_llm(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    prompts = [[5, index + 6] for index in range(100)]
+    right = embed(llm, prompts)
+    for last, what in (
+        ([5, 10**9], "token id 1000000000"),
+        ([], "empty"),
+        (["a"], "a list of token ids"),
+        (7, "must be"),
+    ):
+        before = llm.stats().num_requests
+        with pytest.raises(ValueError, match=rf"prompts\[100\].*{what}"):
+            llm.embed([*prompts, last], use_tqdm=False)
+        assert 20 < llm.stats().num_requests - before < 60
+    assert np.allclose(embed(llm, prompts), right, atol=1e-5)
+
+
 def test_an_iterators_prompt_that_cannot_work(folder: str, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(folder, device="cpu")
     with pytest.raises(ValueError, match=re.escape("prompts[1]")):

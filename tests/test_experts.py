@@ -30,6 +30,7 @@ from nanoinfer.kernels.sorting import group_reference, group_triton
 from nanoinfer.layers.experts import MixtureOfExperts, Router, RouterTensors
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
+from nanoinfer.models.ranks import check_ranks
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.plain.experts import PlainExperts
 from nanoinfer.weights.shards import table_of
@@ -440,7 +441,7 @@ def test_sizes_that_the_ranks_do_not_divide(name: str) -> None:
     case = CASES["qwen2moe"]
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **{**case.settings, name: 31})
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2: {name}=31 is not divisible by it"):
-        describe(config).check_ranks(2)
+        check_ranks(describe(config), 2)
 
 
 def test_new_weights_take_experts_of_their_own(make_llm: Callable[..., LLM], tmp_path: Path) -> None:

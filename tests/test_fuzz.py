@@ -367,6 +367,7 @@ class Arena:
     folder: str
     model: Any
     make_llm: Callable[..., LLM]
+    drafts: list[str]  # folders of models that may guess for it
 
     @functools.cached_property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -386,11 +387,12 @@ class Arena:
         return {"device": "cpu", "dtype": "float32", "use_tqdm": False, **shape}
 
     @functools.cache  # noqa: B019 - a module's tests share few of them
-    def fewest_blocks(self, block_size: int) -> int:
+    def fewest_blocks(self, block_size: int, draft_model: str | None) -> int:
         """Return how many blocks the longest sequence needs."""
+        drafting = {} if draft_model is None else {"speculation": "draft", "draft_model": draft_model}
         for blocks in range(1, self.subject.max_model_len):
             try:
-                Config(self.folder, **self.options(block_size), num_kvcache_blocks=blocks)
+                Config(self.folder, **self.options(block_size), **drafting, num_kvcache_blocks=blocks)
             except ValueError:
                 continue
             return blocks
@@ -402,7 +404,8 @@ class Arena:
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Arena]]:
     """Return a function that makes a model and what stands around it, once each."""
-    made: list[LLM] = []
+    made, other = list[LLM](), str(tmp_path_factory.mktemp("draft"))
+    build(subject("Qwen3ForCausalLM", "qwen3", num_hidden_layers=1, num_key_value_heads=1).case, Path(other))
 
     def make_llm(folder: str, **options: Any) -> LLM:
         made.append(LLM(folder, **options))
@@ -411,15 +414,25 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     @functools.cache
     def make(name: str) -> Arena:
         folder = tmp_path_factory.mktemp(name)
-        return Arena(SUBJECTS[name], str(folder), build(SUBJECTS[name].case, folder), make_llm)
+        model, own = build(SUBJECTS[name].case, folder), [str(folder)] if name in ("qwen3", "phi3") else []
+        return Arena(SUBJECTS[name], str(folder), model, make_llm, [other, *own])
 
     yield make
     for llm in made:
         llm.close()
 
 
-def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
-    """Make an engine with few blocks. pytest shows what is printed here of a test that fails."""
+def open_engine(
+    stage: Arena,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+    spare_blocks: int | None = None,
+    **options: Any,
+) -> LLM:
+    """Make an engine with few blocks. pytest shows what is printed here of a test that fails.
+
+    spare_blocks: beside those that the longest sequence needs; None: some
+    """
     has_foresight, nodes_collide = rng.random() < 0.4, rng.random() < 0.2
     if not has_foresight:
         monkeypatch.setattr(Admission, "is_roomy", True)
@@ -429,17 +442,21 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("nanoinfer.runner.memory.plan.SLOTS_OF_A_ROW", slots_of_a_row)
     least = 64 if stage.subject.case.keeps_states else 1  # tokens in a step
     block_size = rng.choice([16, 16, 32]) if least == 1 else rng.choice([64, 64, 128])
-    fewest = stage.fewest_blocks(block_size)
+    drafting: dict[str, Any] = {}
+    if least == 1:  # layers without a state
+        drafters = [None, None, "suffix", "suffix", "auto", "draft", "draft", Babbler(VOCAB, rng.randrange(100))]
+        drafting = {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
+        drafting["draft_model"] = rng.choice(stage.drafts) if drafting["speculation"] == "draft" else None
+    block_size = options.get("kvcache_block_size", block_size)
+    fewest = stage.fewest_blocks(block_size, drafting.get("draft_model"))
+    blocks = rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest])
     drawn = {
-        "num_kvcache_blocks": rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest]),
+        "num_kvcache_blocks": blocks if spare_blocks is None else fewest + spare_blocks,
         "kv_offload_gib": rng.choice([0, 0.001, 0.05]),
         "max_num_batched_tokens": max(least, rng.choice([7, 16, 30, rng.randint(8, 100), 100])),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
     }
-    if least == 1:  # layers without a state
-        drafters = [None, None, "suffix", "suffix", "auto", Babbler(VOCAB, rng.randrange(100))]
-        drawn |= {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
-    options = {**stage.options(block_size), **drawn, **options}
+    options = {**stage.options(block_size), **drawn, **drafting, **options}
     print(f"engine: {options}, {has_foresight=}, {nodes_collide=}, {slots_of_a_row=}")
     return LLM(stage.folder, **options)
 
@@ -506,7 +523,7 @@ def test_beams(
     stage, rng = arena(name), random.Random(f"beams of {name} {number}")
     options = {
         "kvcache_block_size": 16,
-        "num_kvcache_blocks": stage.fewest_blocks(16) + rng.randrange(30),
+        "spare_blocks": rng.randrange(30),
         "max_num_batched_tokens": rng.choice([7, 50, 1000, 1000]),
     }
     with open_engine(stage, rng, monkeypatch, **options) as llm:

@@ -82,7 +82,7 @@ def test_only_equal_prefixes_are_shared_whatever_the_hashes(
     expected = [oracle.greedy(prompt, 12) for prompt in prompts]
     cached = []
     for kind in (BlockManager, CollidingBlockManager):
-        monkeypatch.setattr("nanoinfer.engine.llm_engine.BlockManager", kind)
+        monkeypatch.setattr("nanoinfer.engine.assembly.BlockManager", kind)
         llm = make_llm(max_model_len=80, kvcache_block_size=16, num_kvcache_blocks=20)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.engine.scheduler.num_preemptions > 0

@@ -331,7 +331,14 @@ def test_the_kernels_compile_for_every_head_size(head_dim: int, dtype: torch.dty
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
 def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) -> None:
-    for out_features, in_features in ((4096, 1024), (1024, 2048), (1024, 3072), (4096, 4096), (1000, 1152)):
+    for out_features, in_features in (
+        (4096, 1024),
+        (1024, 2048),
+        (1024, 3072),
+        (4096, 4096),
+        (1000, 1152),
+        (9000, 1152),
+    ):
         x, weight, up = (
             torch.randn(rows, in_features, device="cuda").bfloat16() for rows in (tokens, out_features, out_features)
         )

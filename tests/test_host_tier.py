@@ -39,8 +39,9 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.process.host_memory import total_bytes
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import PrefillMessage, StepMessage, Transfers
@@ -184,7 +185,7 @@ class OperationsWithHost(RandomOperations):
         for seq in self.live:
             self.manager.free(seq)
         self.live.clear()
-        self.manager.lose_blocks()
+        self.manager.prefixes.lose_blocks()
         self.blocks = dict.fromkeys(range(self.num_blocks))
         assert not any(block.node for block in self.manager.blocks)
 
@@ -230,7 +231,7 @@ class OperationsWithHost(RandomOperations):
         """Nothing has leaked: after all is forgotten, other sequences' blocks get every slot."""
         self.is_planning = False
         self.manager.free_all()
-        self.manager.forget_all([])
+        self.manager.prefixes.forget_all([])
         assert len(self.tree) == 0
         slots: set[int] = set()
         self.manager.tier.restore = self.restore
@@ -425,7 +426,7 @@ class TestByExample:
         manager.extend(seq, 8)
         assert manager.plan(seq, 0, 8).snapshots
         manager.free(seq)
-        manager.lose_blocks()
+        manager.prefixes.lose_blocks()
         assert not list(manager.tree)
 
 
@@ -703,7 +704,9 @@ class TestLLM:
     def test_an_interrupt_at_any_line_leaves_it_usable(
         self, expected: list[list[int]], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("test_lifecycle.HOST_FILES", ("host_tier.py", "block_manager.py", "llm_engine.py"))
+        monkeypatch.setattr(
+            "test_lifecycle.HOST_FILES", ("host_tier.py", "prefix_cache.py", "block_manager.py", "llm_engine.py")
+        )
         llm = make_llm(**OPTIONS)
         manager = llm.engine.scheduler.block_manager
 

@@ -21,7 +21,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from nanoinfer.vision.ahead import ImageThreads
 from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.messages import take_media
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.spans import Encoded
 
@@ -209,8 +209,8 @@ def test_images_are_taken_out_of_messages() -> None:
         {"role": "user", "content": parts},
         {"role": "user", "content": [url, {"type": "image_url", "image_url": "b.png"}]},
     ]
-    bare, images = take_images("messages", messages)
-    assert images == [image, "data:a", "b.png"]
+    bare, (images, videos) = take_media("messages", messages)
+    assert (images, videos) == ([image, "data:a", "b.png"], [])
     assert bare[0] is messages[0]
     assert bare[1] == {"role": "user", "content": [{"type": "image"}, parts[1]]}
     assert bare[2]["content"] == [{"type": "image"}, {"type": "image"}]
@@ -220,7 +220,7 @@ def test_images_are_taken_out_of_messages() -> None:
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {}}])
 def test_a_part_without_its_image_is_named(part: dict) -> None:
     with pytest.raises(ValueError, match=r"messages\[0\] has the part .*: must have an image under 'image"):
-        take_images("messages", [{"role": "user", "content": [part]}])
+        take_media("messages", [{"role": "user", "content": [part]}])
 
 
 # What is kept

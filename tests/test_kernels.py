@@ -5,6 +5,7 @@ The references get float32 copies of the inputs, so a kernel may differ by its d
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -31,6 +32,7 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_squares_triton
+from nanoinfer.kernels.linear import one_wave
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
@@ -317,6 +319,28 @@ def test_one_wave_linear_with_a_bias(tokens: int, out_features: int, in_features
         assert_close(one_wave_linear(x, weight, whole, bias, activation), activated(expected, activation))
         unbiased = activated(F.linear(x.float(), weight.float()), activation)
         assert_close(one_wave_linear(x, weight, whole, activation=activation), unbiased)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "in_features", "gated", "tiles"),
+    [
+        (8, 24576, 4096, True, 192),  # two on a multiprocessor
+        (17, 24576, 4096, True, None),
+        (8, 51200, 5120, True, None),
+        (8, 12288, 4096, False, None),
+        (8, 4096, 4096, False, 64),
+        (16, 6144, 1024, True, 48),
+    ],
+)
+def test_products_of_one_wave(
+    tokens: int, rows: int, in_features: int, gated: bool, tiles: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an H100 chooses, which has 132 multiprocessors; cuBLAS computes the others."""
+    monkeypatch.setattr(one_wave, "can_launch_early", lambda _: True)
+    monkeypatch.setattr(one_wave, "num_multiprocessors", lambda _: 132)
+    x, weight = (torch.empty(n, in_features, dtype=torch.bfloat16, device="meta") for n in (tokens, rows))
+    wave = one_wave.find_one_wave(x, weight, gated)
+    assert (wave and math.prod(wave.grid)) == tiles
 
 
 def empty_inbox(*shape: int, dtype: torch.dtype) -> torch.Tensor:

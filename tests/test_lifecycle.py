@@ -26,7 +26,7 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.stats import Rates
+from nanoinfer.engine.results.stats import Rates
 from nanoinfer.process import interrupts
 from nanoinfer.process.collector import NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -335,6 +335,7 @@ HOST_FILES = (
     "results.py",
     "llm_engine.py",
     "ranks.py",
+    "step.py",
     "scheduler.py",
     "text_slots.py",
     "draws.py",
@@ -362,13 +363,16 @@ class Interrupt:
         return self
 
 
-@pytest.mark.parametrize("speculation", [None, *whole_only(["suffix"])])
+DRAFTING = [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": BUNDLED_MODEL}]
+
+
+@pytest.mark.parametrize("drafting", [{}, *whole_only(DRAFTING)], ids=["plain", "suffix", "draft"])
 def test_an_interrupt_at_any_line_leaves_the_engine_usable(
-    speculation: str | None, make_llm: Callable[..., LLM]
+    drafting: dict[str, str], make_llm: Callable[..., LLM]
 ) -> None:
     """The requests have samples, stop strings, chunks and preemptions. The test interrupts at every 193rd line."""
     blocks = {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "max_model_len": 100, "max_num_batched_tokens": 20}
-    llm = make_llm(device="cpu", speculation=speculation, **blocks)
+    llm = make_llm(device="cpu", **drafting, **blocks)
     prompts = [list(range(30, 57)), [40] * 18, [31], [50, 51] * 3]
     params = [
         SamplingParams(n=3, max_tokens=9, seed=1, top_k=5, stop=["the", "never"]),

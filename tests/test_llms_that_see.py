@@ -192,7 +192,7 @@ class TestOptions:
         [
             ("images", "yes", "images='yes': must be 'auto', True or False"),
             ("images", 1, "images=1: must be"),
-            ("limit_images_per_prompt", 0, "limit_images_per_prompt=0: must be an integer of at least 1"),
+            ("limit_images_per_prompt", -1, "limit_images_per_prompt=-1: must be an integer of at least 0"),
             ("image_options", [3], r"image_options=\[3\]: must be a mapping"),
             ("image_options", {3: 3}, "image_options={3: 3}: must be a mapping"),
             ("image_folder", "/nowhere", "image_folder='/nowhere': must be a folder"),
@@ -209,6 +209,18 @@ class TestOptions:
         llm = make_llm(blind("tower"), load_format="dummy", images=True, **qwen.options)
         (output,) = qwen.generate(llm)
         assert len(output["token_ids"]) == 4
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_see_what_one_sees(qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:
+    """Each encodes some of the images, and gets the embeddings of all."""
+    seen = [[ONE], [TWO], [TWO, ONE], [picture(80, 80, 2), picture(33, 90, 3), ONE]]
+    text = f"What is {qwen.seeing.prompt}?"
+    prompts = [{"prompt": text * len(images), "multi_modal_data": {"image": images}} for images in seen]
+    how: dict[str, Any] = {"device": "cuda", "dtype": "float32", **qwen.options}
+    one, two = (qwen.generate(make_llm(qwen.folder, tensor_parallel_size=n, **how), *prompts) for n in (1, 2))
+    assert [output.outputs[0].token_ids for output in one] == [output.outputs[0].token_ids for output in two]
+    assert one[0].outputs[0].token_ids == qwen.expected()
 
 
 @pytest.fixture

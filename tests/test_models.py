@@ -24,6 +24,7 @@ from nanoinfer.config import Config
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
+from nanoinfer.models.ranks import check_ranks
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
@@ -443,7 +444,7 @@ def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> 
     settings = {**SHAPE, **case.settings, **sizes}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     with pytest.raises(ValueError, match=message):
-        describe(config).check_ranks(ranks)
+        check_ranks(describe(config), ranks)
 
 
 def test_a_state_is_not_deterministic_yet(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:

@@ -15,7 +15,7 @@ from test_kernels import empty_inbox
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, batch
-from nanoinfer.engine.faults import not_finite
+from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.rows import advance_rows_reference, advance_rows_triton
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, draw_reference, draw_triton

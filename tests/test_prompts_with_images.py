@@ -22,7 +22,7 @@ from cases.vision import SEEING, processor_of
 from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
@@ -42,7 +42,8 @@ class Checkpoint:
         self.model = self._seeing.build(folder)
         config = self.model.config
         self.processor = processor_of(self.folder, config)
-        self.image_id: int = config.image_token_id
+        takes_videos = self.processor.videos is not None
+        self.placeholders: list[int] = [config.image_token_id, *([config.video_token_id] if takes_videos else [])]
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
 
     def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
@@ -106,7 +107,7 @@ def generate(
     No placeholder is generated: transformers would look for an image.
     """
     how = {"max_tokens": MAX_TOKENS, **settings}
-    params = greedy(ignore_eos=True, logprobs=0, logit_bias={checkpoint.image_id: -100.0}, **how)
+    params = greedy(ignore_eos=True, logprobs=0, logit_bias=dict.fromkeys(checkpoint.placeholders, -100.0), **how)
     requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
     while not llm.engine.is_finished:
         llm.engine.step()
@@ -121,7 +122,7 @@ def check(seq: Sequence, prompt: VisionPrompt, checkpoint: Checkpoint) -> None:
     rows = theirs[len(prompt.token_ids) - 1 :]
     ours = [entry[token] for entry, token in zip(seq.logprobs.logprobs(None), tokens, strict=True)]
     assert ours == pytest.approx(rows[range(len(tokens)), tokens].tolist(), abs=ERROR)
-    assert tokens == rows.index_fill(1, torch.tensor(checkpoint.image_id), -torch.inf).argmax(dim=-1).tolist()
+    assert tokens == rows.index_fill(1, torch.tensor(checkpoint.placeholders), -torch.inf).argmax(dim=-1).tolist()
     if seq.params.prompt_logprobs is not None:
         given = prompt.token_ids[1:]
         ours = [entry[token] for entry, token in zip(seq.prompt_logprobs.logprobs(None), given, strict=True)]
@@ -162,7 +163,7 @@ def test_company_samples_and_preemption(
 ) -> None:
     """Prompts with images run beside text, with several samples, in too few blocks for all."""
     own = checkpoint(name)
-    texts = [VisionPrompt(text(count, count), (), None, 0, ()) for count in (1, 30, 60)]
+    texts = [VisionPrompt(text(count, count), (), None, 0, (), {}) for count in (1, 30, 60)]
     prompts = [*own.prompts(), *texts]
     llm = make_llm(own.folder, **own.case.small, num_kvcache_blocks=24)
     asked = [prompt if prompt.spans else prompt.token_ids for prompt in prompts]
@@ -313,7 +314,9 @@ A, B, TEXT = b"a" * 16, b"b" * 16, 7
 def images_of(*spans: tuple[bytes, int, int] | tuple[bytes, int, int, int], whole: bool = False) -> PromptImages:
     """Return the images of a prompt of ten tokens."""
     pixels = tuple[dict[str, torch.Tensor], ...]({} for _ in spans)
-    return PromptImages(VisionPrompt([TEXT] * 10, tuple(ImageSpan(*span) for span in spans), None, 0, pixels), whole)
+    return PromptImages(
+        VisionPrompt([TEXT] * 10, tuple(ImageSpan(*span) for span in spans), None, 0, pixels, {}), whole
+    )
 
 
 def test_content_tells_images_and_places_apart() -> None:
@@ -357,6 +360,16 @@ def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
     assert take((3, 7), (0, 10)) == [A, B]
     kept.add(A)
     assert take((0, 10)) == [B]
+
+
+def test_no_pixels_are_made_ahead_for_later_steps() -> None:
+    """Of a prompt that one step cannot hold, those of its next tokens alone."""
+    feed = ImageFeed(lambda key: False, is_pinned=False)
+    seq = Sequence([TEXT] * 10, SamplingParams(), 0, 64, images=images_of((A, 1, 4), (B, 6, 2)))
+    wanted = [(0, 5, {A}), (0, 7, {A, B}), (4, 4, {A, B}), (5, 4, {B}), (8, 9, set())]
+    for seq.num_scheduled, room, keys in wanted:
+        feed.look_ahead([seq], room)
+        assert feed._ahead._made.keys() == keys
 
 
 def test_pixels_are_made_ahead_and_once() -> None:

@@ -397,14 +397,14 @@ class RandomOperations(RuleBasedStateMachine):
                 self.forgotten.add(max(self.blocks[block_id].writes))
         self.writes[seq] |= {self.next_number(seq)}
         self.forgotten.add(max(self.writes[seq]))  # what it computes from now on
-        self.manager.forget(seq)
+        self.manager.prefixes.forget(seq)
 
     @rule(does=seldom)
     def forget_all(self, does: bool) -> None:
         if not does:
             return
         self.is_planning = False
-        self.manager.forget_all(self.live)
+        self.manager.prefixes.forget_all(self.live)
         assert len(self.tree) == 0
         self.forgotten.update(range(next(self.numbers)))
 

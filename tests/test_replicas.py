@@ -28,7 +28,7 @@ from nanoinfer.batch import run
 from nanoinfer.batch.job import Summary
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.first_launch import VISIBLE
 from nanoinfer.replicas import freight

@@ -15,7 +15,7 @@ from nanoinfer.batch import run
 from nanoinfer.batch.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
 from nanoinfer.batch.lines import MOST_OF_REASON, Line, LineError
 from nanoinfer.batch.report.report import MOST_BUCKETS, MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT, MOST_RESULTS, Report
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 
 
 @pytest.fixture

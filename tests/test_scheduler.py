@@ -19,9 +19,10 @@ from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage, PrefixMessage, StepMessage
 
 BLOCK, EOS, ADAPTERS = 4, 1, 2

@@ -22,6 +22,7 @@ from nanoinfer.kernels.linear import fp8_linear
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.mlps import make_mlp
+from nanoinfer.models.ranks import check_ranks, check_ranks_in_order
 from nanoinfer.parallel.shares import deal, share_of
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
@@ -133,14 +134,14 @@ class TestLayers:
 
 class TestNumbersOfRanks:
     def test_blocks_need_not_be_divisible(self, glm: Description) -> None:
-        glm.check_ranks(3)
+        check_ranks(glm, 3)
         with pytest.raises(ValueError, match="tensor_parallel_size=3: intermediate_size=640 is not divisible by it"):
-            replace(glm, formats=PLAIN_FORMATS).check_ranks(3)
+            check_ranks(replace(glm, formats=PLAIN_FORMATS), 3)
 
     @pytest.mark.parametrize("on_cpu", [False, True])
     def test_ranks_that_gather_need_equal_shares(self, on_cpu: bool, glm: Description) -> None:
         with pytest.raises(ValueError, match="intermediate_size=640 is not divisible by the number of ranks"):
-            replace(glm, formats=all_in(Fp8Format((None, None)))).check_ranks_in_order(3, on_cpu)
+            check_ranks_in_order(replace(glm, formats=all_in(Fp8Format((None, None)))), 3, on_cpu)
 
 
 @pytest.mark.parametrize("ranks", [3, *whole_only([2])])

@@ -21,13 +21,13 @@ from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import TRY_EVERY, Budget
 from nanoinfer.engine.speculation.draws import read_verified
 from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
 from nanoinfer.engine.speculation.text_slots import TextSlots
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.kernels.drafting.accept import NOTHING
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.runner.drafting.texts import MEMBERS
@@ -184,7 +184,7 @@ def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0) -> list[
     for _ in range(count):
         chosen.append(own.choose(rows, rows))
         if chosen[-1]:
-            own.note(rows, chosen[-1], int(share * min(chosen[-1], 4 * rows)))
+            own.note(chosen[-1], [int(share * min(chosen[-1] // rows, 4))] * rows)
     return chosen
 
 
@@ -206,6 +206,14 @@ class TestBudget:
         assert chosen.count(0) == 0
         assert chosen[-20:] == [4] * 20
         assert choices(own, 60)[-20:].count(0) >= 19
+
+    def test_luck_of_fewer_places_is_luck_of_more(self) -> None:
+        """Guesses hold by chance: what a step with more places has brought says what fewer would have."""
+        own, rng, chosen = budget(may_decline=False), random.Random(0), []
+        for _ in range(1000):
+            chosen.append(own.choose(1, 1))
+            own.note(chosen[-1], [next((n for n in range(chosen[-1]) if rng.random() > 0.7), chosen[-1])])
+        assert chosen.count(4) > 950
 
     def test_what_cannot_pay_is_never_tried(self) -> None:
         slow = {(1, 0): 1.0, (1, 2): 3.1, (1, 4): 5.2}

@@ -28,6 +28,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.process import first_launch
 from nanoinfer.process.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
+from nanoinfer.replicas import start
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.text.tokenizer import load_tokenizer
@@ -221,9 +222,25 @@ class TestGPU:
             thread.join()
         assert reads == [threads[0]]
 
-    def test_a_triton_without_that_function_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.filterwarnings("error")  # of a thread that has raised
+    def test_a_triton_without_that_function_or_that_driver_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(cache, "triton_key")
+        monkeypatch.delattr("triton.backends.nvidia.driver.CudaUtils")
         read_triton().join()
+
+    @pytest.mark.filterwarnings("error")
+    def test_tritons_driver_is_built_and_told_of_only_at_a_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        builds: list[threading.Thread] = []
+
+        def fail() -> None:
+            builds.append(threading.current_thread())
+            raise RuntimeError("Failed to find C compiler")
+
+        monkeypatch.setattr(cache, "triton_key", lambda: None)
+        monkeypatch.setattr("triton.backends.nvidia.driver.CudaUtils", fail)
+        thread = read_triton()
+        thread.join()
+        assert builds == [thread]
 
     @pytest.mark.parametrize("before", [None, "3,5"])
     @pytest.mark.parametrize("visible", [None, "7,8"])
@@ -281,7 +298,7 @@ class TestGPU:
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=Start().spawn)
         assert seen == expected
 
-    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "triton_key"]), ({}, [])])
+    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "read"]), ({}, [])])
     def test_such_a_process_begins_while_it_imports_torch(self, gpu: dict[str, str], expected: list[str]) -> None:
         script = """
 import os, sys, threading
@@ -315,11 +332,13 @@ assert (knobs.cache.manager_class is not None) == own
     ) -> None:
         begun: list[object] = []
         monkeypatch.setattr(first_launch, "prepare", begun.append)
+        monkeypatch.setattr(start, "compile_once", lambda: begun.append("compile once"))
         monkeypatch.setattr(Replicas, "__init__", lambda *_: None)
         monkeypatch.setattr(Workers, "__init__", lambda *_: None)
         with suppress(RuntimeError):
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=lambda config: (Start().spawn(config), stop()))
-        assert begun == ([] if "data_parallel_size" in options else [0])
+        shares = ["compile once"] if "tensor_parallel_size" in options else []
+        assert begun == ([] if "data_parallel_size" in options else [0, *shares])
 
     def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_runner, "read_triton", stop)

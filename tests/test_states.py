@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from conftest import alike, greedy
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes import state_slots
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.runner.start.trials import Trials
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
 NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]
@@ -312,3 +316,22 @@ def test_beams_are_refused(folder: str, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(folder, **OPTIONS)
     with pytest.raises(ValueError, match="beam_search: layers of this model keep states"):
         llm.beam_search([{"prompt_token_ids": [5]}], BeamSearchParams(beam_width=2, max_tokens=3))
+
+
+@pytest.mark.parametrize("max_model_len", [4098, 20_100, 262_144])
+def test_chunks_that_a_start_tries_begin_where_states_are_cut(max_model_len: int) -> None:
+    config = SimpleNamespace(
+        max_adapters=0,
+        max_num_batched_tokens=16_384,
+        max_num_seqs=512,
+        max_model_len=max_model_len,
+        description=SimpleNamespace(generates=True),
+        attention_backend="triton",
+        is_in_order=False,
+        speculation=None,
+    )
+    trials = Trials(cast(Config, config), [1], torch.device("cpu"))
+    (*_, (chunk,)) = [step.chunks for step in trials.largest_prefills()]
+    assert len(chunk.token_ids) == min(16_384, max_model_len - 1)
+    assert chunk.start % CHUNK == 0
+    assert chunk.start + len(chunk.token_ids) < max_model_len

@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams, Stats
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import PrefillStep, Scheduler
+from nanoinfer.engine.results.stats import Counters
+from nanoinfer.engine.results.step_result import StepResult, planned
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.stats import Counters
-from nanoinfer.engine.step_result import StepResult, planned
+from nanoinfer.engine.step import PrefillStep
 from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.messages import Report, StepFigures
 from nanoinfer.replicas.replicas import Replicas

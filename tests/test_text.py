@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, StreamOutput
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.text.detokenizer import Detokenizer, decode
 from nanoinfer.requests.text.stop_strings import StopStrings
 

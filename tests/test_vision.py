@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.config import Config
-from nanoinfer.runner.trials import largest_image
+from nanoinfer.runner.start.trials import largest_image
 from nanoinfer.vision.fewer_passes import take_fewer_passes
-from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.messages import take_media
 from nanoinfer.vision.pixels import bytes_of, count_embeddings
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.spans import Encoded, VisionPrompt
@@ -273,7 +273,6 @@ def test_options_that_a_processor_does_not_take(
         ("no image", 1, "prompts\\[3\\] has 0 placeholders, '<image>', for 1 images: must have one for each"),
         ("<image> and <image>", 1, "has 2 placeholders, '<image>', for 1 images"),
         ([5, 6, 7], 2, r"has 0 placeholders, token \d+, for 2 images"),
-        ("none", 0, "has 0 images: must have 1 to limit_images_per_prompt=2"),
         ("<image>" * 3, 3, "has 3 images: must have 1 to limit_images_per_prompt=2"),
     ],
 )
@@ -296,12 +295,14 @@ def test_an_error_names_the_prompt_and_the_image(checkpoint: Callable[[str], Che
 
 def test_the_models_own_token_must_not_stand_elsewhere(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma3")
-    with pytest.raises(ValueError, match=r"has token \d+, an image's, where no image is"):
+    with pytest.raises(ValueError, match=r"has token \d+, for images, where no image is"):
         ours.processor.prepare("prompt", f"{ours.text(1)}{IMAGE}", [picture(64, 64)])
 
 
 def test_images_side_by_side_have_no_positions_of_three_parts(checkpoint: Callable[[str], Checkpoint]) -> None:
-    with pytest.raises(ValueError, match="prompt has two images side by side: this model needs a token between them"):
+    with pytest.raises(
+        ValueError, match="prompt has image 0 and image 1 side by side: this model needs a token between them"
+    ):
         checkpoint("qwen3-vl").processor.prepare("prompt", IMAGE * 2, [picture(64, 64)] * 2)
 
 
@@ -441,7 +442,7 @@ def test_a_chat_is_what_its_template_writes(checkpoint: Callable[[str], Checkpoi
     ours = checkpoint("qwen3-vl")
     image = picture(64, 64)
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]
-    bare, images = take_images("messages", messages)
+    bare, (images, _) = take_media("messages", messages)
     text = ours.oracle.tokenizer.apply_chat_template(bare, tokenize=False)
     wanted = ours.oracle.apply_chat_template(messages, tokenize=True, return_dict=True)
     assert (

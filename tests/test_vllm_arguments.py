@@ -144,12 +144,24 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("theirs", "ours"),
         [
-            ({"limit_mm_per_prompt": {"image": 4, "video": 1}}, {"limit_images_per_prompt": 4}),
+            (
+                {"limit_mm_per_prompt": {"image": 4, "video": 1}},
+                {"limit_images_per_prompt": 4, "limit_videos_per_prompt": 1},
+            ),
+            (
+                {"limit_mm_per_prompt": {"image": 0, "video": {"count": 1}}},
+                {"limit_images_per_prompt": 0, "limit_videos_per_prompt": 1},
+            ),
+            ({"limit_mm_per_prompt": {"video": 0}}, {"limit_videos_per_prompt": 0}),
+            ({"limit_mm_per_prompt": {"image": 0, "video": 0}}, {"images": False}),
             ({"limit_mm_per_prompt": {"image": {"count": 4, "width": 64}}}, {"limit_images_per_prompt": 4}),
             ({"limit_mm_per_prompt": {"image": 0}}, {"images": False}),
             ({"limit_mm_per_prompt": {"audio": 0}}, {}),
             ({"limit_mm_per_prompt": None}, {}),
-            ({"mm_processor_kwargs": {"max_pixels": 4096, "fps": 1}}, {"image_options": {"max_pixels": 4096}}),
+            (
+                {"mm_processor_kwargs": {"max_pixels": 4096, "fps": 1, "do_sample_frames": False}},
+                {"image_options": {"max_pixels": 4096, "fps": 1}},
+            ),
             ({"allowed_local_media_path": BUNDLED_MODEL}, {"image_folder": BUNDLED_MODEL}),
             ({"allowed_local_media_path": ""}, {}),
             ({"language_model_only": True}, {"images": False}),
@@ -165,8 +177,8 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4: must be a mapping, such as {'image': 4}"),
-            ({"limit_mm_per_prompt": {"image": -1}}, "limit_images_per_prompt=-1: must be an integer of at least 1"),
+            ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4: must be a mapping, such as {'image': 4, 'video': 1}"),
+            ({"limit_mm_per_prompt": {"image": -1}}, "limit_images_per_prompt=-1: must be an integer of at least 0"),
             ({"mm_processor_kwargs": 3}, "image_options=3: must be a mapping"),
             ({"allowed_local_media_path": "/nowhere"}, "image_folder='/nowhere': must be a folder"),
             ({"language_model_only": 3}, "language_model_only=3: must be True or False"),
@@ -265,8 +277,11 @@ class TestOptions:
                 {"distributed_executor_backend": OutputKind},
                 "an LLM starts its ranks itself, or has those of tensor_par",
             ),
-            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation='suffix', max_guesses=...\)"),
-            ({"speculative_config": {"model": "a"}}, "its method must be 'ngram' or 'suffix': nanoinfer guesses from"),
+            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=..., max_guesses=..., dr"),
+            (
+                {"speculative_config": {"method": "eagle"}},
+                "its method must be 'ngram', 'suffix' or 'draft_model': nano",
+            ),
         ],
         ids=repr,
     )

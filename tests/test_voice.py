@@ -30,10 +30,10 @@ from nanoinfer.hub import name_of
 from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.replicas import Replicas
-from nanoinfer.runner import voice
 from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
 from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.start import voice
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.weights.pinned import Uploads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ LINE = r"shakespeare-qwen3 on the CPU with 1 thread, float32, torch, KV cache of
 SCRIPT = """
 import sys
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.runner import voice
+from nanoinfer.runner.start import voice
 
 voice.QUIET_SECONDS = 0.0
 

@@ -729,7 +729,8 @@ class TestRequestsThatRun:
         ("in_flight", "files", "stride"),
         [
             *whole_only(
-                (fate, (*HOST_FILES, "updater.py", "sources.py", "roll.py", WRITER), 293) for fate in get_args(Fate)
+                (fate, (*HOST_FILES, "weights.py", "updater.py", "sources.py", "roll.py", WRITER), 293)
+                for fate in get_args(Fate)
             ),
             *whole_only([("recompute", (WRITER,), 13)]),
             ("recompute", (WRITER,), 101),

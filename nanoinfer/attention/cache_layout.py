@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
+
+MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class CacheLayout:
     A page holds the keys or the values of one layer, for all tokens of a block. A block is cut into slices of equal
     bytes, and a slice into whole pages. So the first slices of all blocks are side by side in memory, and so on.
 
-    groups: those that see all tokens come first
+    groups: those that see all tokens come first; behind them those that only layers of a draft model have
     block_size: the option kvcache_block_size; if there is one group, its blocks have so many tokens
     prefix_size: prefixes are shared in multiples of so many tokens; each group's blocks divide it
     slice_numbers: numbers in a slice; slices: of a block
@@ -116,11 +119,11 @@ class CacheLayout:
         """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
         return CHUNK if self.states else 1
 
-    def check_grid(self, kvcache_block_size: int, max_num_batched_tokens: int) -> None:
-        """Raise ValueError if with these options chunks or prefixes could not end at multiples of `grid`."""
+    def check(self, num_kvcache_blocks: int | None, max_num_batched_tokens: int) -> None:
+        """Raise ValueError if chunks or prefixes could not end at multiples of `grid`, or there are too many blocks."""
         if self.prefix_size % self.grid:
             raise ValueError(
-                f"kvcache_block_size={kvcache_block_size}: must be a multiple of {self.grid}, as layers of this model"
+                f"kvcache_block_size={self.block_size}: must be a multiple of {self.grid}, as layers of this model"
                 " keep states"
             )
         if max_num_batched_tokens < self.grid:
@@ -128,6 +131,21 @@ class CacheLayout:
                 f"max_num_batched_tokens={max_num_batched_tokens}: must be at least {self.grid}, as layers of this"
                 " model keep states"
             )
+        most = self.asked_by(MAX_SLOTS // self.most_slots)
+        if num_kvcache_blocks is not None and num_kvcache_blocks > most:
+            raise ValueError(
+                f"num_kvcache_blocks={short(num_kvcache_blocks)}: must be at most {most}: with"
+                f" kvcache_block_size={self.block_size}, that is {MAX_SLOTS} tokens"
+            )
+
+    def too_few(self, num_kvcache_blocks: int, max_model_len: int) -> ValueError:
+        """Return the error of an option whose blocks do not hold a sequence of max_model_len tokens."""
+        needed = -(-max_model_len // self.block_size)
+        return ValueError(
+            f"num_kvcache_blocks={num_kvcache_blocks}: one sequence of max_model_len={max_model_len} needs {needed}"
+            f" blocks of {self.block_size} tokens; raise it, or lower max_model_len to"
+            f" {self.longest(self.pool_of(num_kvcache_blocks), max_model_len)}"
+        )
 
     @property
     def block_numbers(self) -> int:
@@ -138,6 +156,15 @@ class CacheLayout:
     def most_slots(self) -> int:
         """Tokens in a slice, if all its pages are of the group whose tokens have the fewest numbers."""
         return self.slice_numbers // min(group.pages.numbers for group in self.groups)
+
+    def part(self, layers: range) -> CacheLayout:
+        """Return the layout as a model sees it that has these layers alone, and numbers them from 0."""
+        own = [
+            replace(group, layers=tuple(layer - layers.start for layer in group.layers if layer in layers))
+            for group in self.groups
+        ]
+        groups = [group for group in own if group.layers]
+        return replace(self, groups=tuple(sorted(groups, key=lambda group: (group.window is not None, group.layers))))
 
     def pages_of_a_slice(self, group: CacheGroup) -> int:
         """Return how many pages of a group a slice holds."""
@@ -184,15 +211,19 @@ def kinds_of(memory: Iterable[Memory | None]) -> list[Pages]:
     return sorted(kinds, key=lambda pages: pages.window is not None)
 
 
-def lay_out(memory: Iterable[Memory | None], block_size: int, unit: int) -> CacheLayout:
+def lay_out(
+    memory: Iterable[Memory | None], block_size: int, unit: int, draft: Iterable[Memory | None] = ()
+) -> CacheLayout:
     """Let layers that remember alike form groups, and find blocks in which each group wastes little.
 
     memory: of each layer, on one rank; some have pages, and None has nothing of its own
     block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
     unit: with several groups, each group's blocks have a multiple of so many tokens
+    draft: of each layer of a draft model; their numbers come behind the model's
     """
-    memory = list(memory)
-    kinds = kinds_of(memory)
+    memory, draft = list(memory), list(draft)
+    kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
+    memory += draft
     layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}
     packing = pack([Kind(len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
     return CacheLayout(

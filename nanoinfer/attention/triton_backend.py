@@ -26,7 +26,7 @@ class TritonBackend:
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
         prefixes, bundles = context.prefixes, None
-        for own, group in zip(context.groups, self.groups, strict=True):
+        for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
             k_cache, _ = context.layers[group.layers[0]]
             if context.guesses is not None:
                 bundles = _bundle(context.context_lens, context.guesses, k_cache, prefixes)

@@ -78,7 +78,8 @@ def run(
 
     input: a file of JSON lines, plain ({"id", "prompt" or "token_ids" or "messages", settings}) or as OpenAI's batches
         have them, of chats, completions and embeddings. Beside a plain line's prompt or ids, "image" may hold an image,
-        or a list of them. "-" is standard input; names that end with .gz or .zst are compressed files
+        or a list of them, and "video" the frames of one, or a list of such. "-" is standard input; names that end with
+        .gz or .zst are compressed files
     output: the file of results, which must be this job's if it has lines; "-" is standard output
     model: as for LLM
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are

@@ -28,7 +28,7 @@ PROMPTS: dict[Kind, tuple[str, ...]] = {
     "completion": ("prompt",),
 }
 TEMPLATE = "chat_template_kwargs"  # may stand beside messages
-IMAGE = "image"  # may stand beside other prompts: an image, or a list of them
+MEDIA = ("image", "video")  # may stand beside other prompts: an image or a video, or a list of them
 NO_SETTINGS = ("model", "user", "metadata", "store")  # of OpenAI's bodies
 REFUSED = {
     "stream": "a batch file's results come whole",
@@ -145,7 +145,7 @@ def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
 
     known: the names that it may have. Raises ValueError if not exactly one of them is there; None counts as missing
     """
-    for name in (*known, TEMPLATE, IMAGE):
+    for name in (*known, TEMPLATE, *MEDIA):
         if settings.get(name) is None:
             settings.pop(name, None)
     given = [name for name in known if name in settings]
@@ -153,14 +153,15 @@ def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
         had = f"has {' and '.join(given)}" if given else "has no prompt"
         raise ValueError(f"{had}: must have {' or '.join(map(repr, known))}")
     prompt: Prompt = settings.pop(given[0])
+    media = {name: settings.pop(name) for name in MEDIA if name in settings}
     if given[0] == "messages":
-        if IMAGE in settings:
-            raise ValueError(f"has {IMAGE!r} beside 'messages': must be in a part of a message")
+        if media:
+            raise ValueError(f"has {next(iter(media))!r} beside 'messages': must be in a part of a message")
         return {"messages": prompt, TEMPLATE: settings.pop(TEMPLATE, {})}
-    if IMAGE not in settings:
+    if not media:
         return prompt
     kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    return {kind: prompt, "multi_modal_data": {IMAGE: settings.pop(IMAGE)}}
+    return {kind: prompt, "multi_modal_data": media}
 
 
 def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int, key: Any) -> dict[str, Any]:

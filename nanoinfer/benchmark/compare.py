@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.sampling_params import SamplingParams
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.benchmark.first_difference import Recorder, first_difference
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import RequestOutput

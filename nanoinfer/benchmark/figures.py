@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = "nanoinfer"

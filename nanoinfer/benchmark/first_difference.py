@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.context import Context
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.llm import LLM
 
 Place = tuple[int, int]  # a sample's number, and the position of a token in it

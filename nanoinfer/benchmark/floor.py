@@ -16,6 +16,7 @@ import torch
 from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill_steps
 from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
+from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
 from nanoinfer.weights.formats.format import Format
@@ -233,6 +234,13 @@ def measure_flops(device: str, dtype: torch.dtype) -> float:
         return torch._scaled_mm(a, b.T, scale, scale, out_dtype=torch.bfloat16) if dtype == FP8 else a @ b
 
     return 2 * size**3 / median_seconds(multiply, device)
+
+
+def measure_rates(config: Config) -> dict[Format, float]:
+    """Measure the matrix rates of the formats that a device multiplies in another type than the model's dtype."""
+    own = config.torch_dtype
+    types = {format: format.multiplied_in(own, config.device) for format in config.description.formats.quantized}
+    return {format: measure_flops(config.device, kind) for format, kind in types.items() if kind != own}
 
 
 def median_seconds(run: Callable[[], object], device: str, times: int = 11) -> float:

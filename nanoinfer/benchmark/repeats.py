@@ -8,9 +8,9 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.workloads import Workload
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 

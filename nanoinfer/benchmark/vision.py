@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 BEGIN, END, IMAGE = 151652, 151653, 151655  # tokens of Qwen3-VL: before an image, behind it, and in its place
-NAMES = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>"}
+VIDEO = 151656  # in a video's place
+NAMES = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
 SIDE = 1024  # of an image in pixels
 TOKENS = (SIDE // 32) ** 2  # of an image: one for 2 x 2 patches of 16 x 16 pixels
 TEXT = {
@@ -40,7 +41,7 @@ PREPROCESSOR = {
 CHAT_TEMPLATE = """\
 {% for message in messages %}{{ message.role }}:
 {% for part in message.content %}\
-{{ "<|vision_start|><|image_pad|><|vision_end|>" if part.type == "image" else part.text }}\
+{{ part.text if part.type == "text" else "<|vision_start|><|" + part.type + "_pad|><|vision_end|>" }}\
 {% endfor %}
 
 {% endfor %}"""
@@ -53,6 +54,7 @@ def with_tower(name: str, text: dict[str, Any]) -> dict[str, Any]:
         "model_type": "qwen3_vl",
         "tie_word_embeddings": text["tie_word_embeddings"],
         "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
         "vision_start_token_id": BEGIN,
         "vision_end_token_id": END,
         "text_config": {name: value for name, value in text.items() if name != "architectures"},

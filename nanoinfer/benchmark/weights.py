@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.llm import LLM
 

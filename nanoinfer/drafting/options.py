@@ -1,4 +1,4 @@
-"""The option `speculation`: its check, and what it can be combined with."""
+"""The options of speculation: their check, and what they can be combined with."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from typing import Any
 from nanoinfer.checks import check_choice, short
 from nanoinfer.drafting.drafter import Drafter
 
-KINDS = ["auto", "suffix"]
-COMING = ("draft", "mtp")  # named by others, and by those who ask
-DEVICES = ("cpu",)  # on a GPU, steps that verify guesses are not proven
+DRAFT = "draft"  # of `speculation`: guesses come from a draft model
+KINDS = ["auto", "suffix", DRAFT]
+COMING = ("mtp",)  # named by others, and by those who ask
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
 
-def check_speculation(value: Any) -> str | Drafter | None:
-    """Return "auto", "suffix", a Drafter or None; raises ValueError for anything else."""
-    if value is None or callable(getattr(value, "propose", None)):
-        return value
+def check_speculation(value: Any, draft_model: Any) -> str | Drafter | None:
+    """Return "auto", "suffix", "draft", a Drafter or None; raises ValueError for anything else.
+
+    draft_model: the option, which "draft" needs
+    """
     if isinstance(value, str) and value in COMING:
         names = " or ".join(map(repr, KINDS))
-        raise ValueError(f"speculation={value!r}: nanoinfer has no such drafter yet; {names} guesses from earlier text")
-    return check_choice("speculation", value, KINDS, ", None, or an object with the method `propose` of a Drafter")
+        raise ValueError(f"speculation={value!r}: nanoinfer has no such drafter yet; {names} guesses")
+    is_drafter = value is None or callable(getattr(value, "propose", None))
+    also = ", None, or an object with the method `propose` of a Drafter"
+    speculation: str | Drafter | None = value if is_drafter else check_choice("speculation", value, KINDS, also)
+    if speculation == DRAFT and draft_model is None:
+        raise ValueError(
+            f"draft_model={draft_model}: must be the folder or the Hugging Face Hub id of a small model of the same"
+            f" vocabulary, with speculation={DRAFT!r}"
+        )
+    if speculation != DRAFT and draft_model is not None:
+        raise ValueError(f"draft_model={short(draft_model)}: must be left out, or speculation must be {DRAFT!r}")
+    return speculation
 
 
 def check_speculating(
-    speculation: str | Drafter | None, device: str, generates: bool, has_states: bool, routed_experts: bool
+    speculation: str | Drafter | None, generates: bool, has_states: bool, routed_experts: bool, sees: bool
 ) -> None:
-    """Raise ValueError if a model, or another option, cannot have guesses verified; device: Config's"""
+    """Raise ValueError if a model, or another option, cannot have guesses verified."""
     if speculation is None:
         return
-    if device not in DEVICES:
-        raise ValueError(
-            f"speculation={short(speculation)}: must be left out on device={device!r}, which cannot verify guesses yet;"
-            " device='cpu' can"
-        )
     if not generates:
         raise ValueError(
             f"speculation={short(speculation)}: must be left out: this LLM reads texts, and draws no token"
@@ -47,4 +53,8 @@ def check_speculating(
         raise ValueError(
             f"speculation={short(speculation)}: must be left out with routed_experts=True, which tells the experts of"
             " one token of each step"
+        )
+    if speculation == DRAFT and sees:
+        raise ValueError(
+            f"speculation={speculation!r}: must be left out, or images=False set: a draft model sees no images"
         )

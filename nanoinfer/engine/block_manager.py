@@ -40,8 +40,8 @@ class BlockManager:
         self._has_windows = any(group.window for group in self.groups)
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
         self.states = StateSlots(num_slots, self.tree, layout.prefix_size) if num_slots else None
-        self.prefixes = PrefixCache(layout, self.tree, self.states)
         self.tier = None if tier is None else tier(self.tree, self.blocks)
+        self.prefixes = PrefixCache(layout, self.tree, self.states, self.tier)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
 
@@ -217,20 +217,14 @@ class BlockManager:
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         Returns where the step finds and leaves the states of the chunk, if layers have some.
         """
-        self._record(seq, end, self._planned)
+        self.prefixes.record(seq, end, self._planned)
         if self._has_windows:
             self._passed.append(seq)
         return None if self.states is None else self.states.plan(seq, start, end)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
-        self._record(seq, num_tokens, [])
-
-    def _record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
-        before = len(attached)
-        self.prefixes.record(seq, num_tokens, attached)
-        if self.tier is not None:
-            self.tier.note_filled(attached[before:])
+        self.prefixes.record(seq, num_tokens, [])
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""
@@ -273,53 +267,14 @@ class BlockManager:
         if self.states is not None:
             self.states.clear()
 
-    def forget_all(self, seqs: Iterable[Sequence]) -> None:
-        """Let no later sequence share what has been computed so far.
-
-        seqs: all sequences that hold blocks. No other sequence finds what they fill from now on
-        """
-        if self.states is not None:
-            self.states.drop_snapshots()
-        if self.tier is not None:
-            self.tier.clear()
-        self.tree.clear()
-        for seq in seqs:
-            seq.node = None
-
     def forget_adapter(self, adapter: int, seqs: Iterable[Sequence]) -> None:
         """Let no later sequence share what has been computed so far with the adapter in a slot.
 
-        seqs: its sequences that hold blocks. No other sequence finds what they fill from now on
+        seqs: as for PrefixCache.forget_adapter
         """
-        for seq in seqs:
-            seq.node = None
-        for node in self.tree.uproot(adapter):
-            if self.states is not None:
-                self.states.drop(node)
-            if self.tier is not None:
-                self.tier.drop(node)
-            self.tree.cut(node)
-            for block_id in self.free_blocks.keys() & node.blocks:
+        for block_id in self.prefixes.forget_adapter(adapter, seqs):
+            if block_id in self.free_blocks:
                 self.free_blocks.move_to_end(block_id, last=False)  # it holds nothing to keep
-
-    def lose_blocks(self) -> None:
-        """Let nodes know nothing of blocks any more, whose content is gone; what host memory holds stays."""
-        if self.tier is None:
-            self.forget_all([])
-            return
-        for block_id in range(len(self.blocks)):
-            self.tree.detach(block_id)
-        if self.states is not None:
-            self.states.drop_snapshots()
-
-    def forget(self, seq: Sequence) -> None:
-        """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
-        node, seq.node = seq.node, None
-        while node is not None:
-            if self.states is not None:
-                self.states.drop(node)
-            self.tree.cut(node)
-            node = node.parent
 
     def held(self, seq: Sequence) -> list[list[int]]:
         """Return the blocks that a sequence holds of each group."""

@@ -119,9 +119,10 @@ class ImageFeed:
         for seq in waiting:
             if room <= 0:
                 break
-            room -= len(seq)
+            start = seq.num_scheduled
             if seq.images is not None:
-                wanted |= seq.images.pixels(0)
+                wanted |= seq.images.pixels(start, start + room)  # of a long video, not all
+            room -= len(seq) - start
         self._encoded &= wanted.keys()
         self._ahead.look({key: pixels for key, pixels in self._not_kept(wanted).items() if key not in self._encoded})
 

@@ -6,33 +6,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import partial
 
 from nanoinfer.config import Config
-from nanoinfer.engine.block_manager import BlockManager, MakeTier
-from nanoinfer.engine.faults import without_images, without_numbers, without_token
+from nanoinfer.engine.assembly import make_row_map, make_scheduler
 from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
-from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.adapters import Adapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.engine.record import record_extras, record_verified
-from nanoinfer.engine.routed_experts import RoutedExperts
-from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
+from nanoinfer.engine.results.faults import without_images, without_numbers, without_token
+from nanoinfer.engine.results.record import record_extras, record_verified
+from nanoinfer.engine.results.routed_experts import RoutedExperts
+from nanoinfer.engine.results.stats import Counters
+from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.shared_prefixes import PrefixFinder
-from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.speculation.draws import read_plain, read_verified
-from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
-from nanoinfer.engine.speculation.text_slots import TextSlots
-from nanoinfer.engine.stats import Counters
-from nanoinfer.engine.step_result import InFlight, StepResult, planned
+from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar import Grammar
-from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
@@ -48,11 +40,9 @@ class LLMEngine:
         """workers: the processes of the other ranks, if these have started already"""
         self.config = config
         self.ranks = Ranks(config, workers)
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(config, self.ranks)
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
-        finder = _prefix_finder(config) if config.shares_prefixes else None
-        texts = TextSlots(self.ranks.runner.text_slots) if config.speculation is not None else None
-        self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0, texts=texts)
+        self.row_map = make_row_map(config, self.ranks, self._feed)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.adapters = Adapters(self.ranks, self.scheduler, config.max_adapters)
@@ -64,26 +54,9 @@ class LLMEngine:
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
         self._has_images = False  # whether a prompt had some
 
-    def _make_scheduler(self) -> Scheduler:
-        config, memory = self.config, self.memory
-        manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, self._make_tier())
-        limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
-        if config.speculation is None:
-            return Scheduler(manager, *limits)
-        times = self.ranks.call("time_steps")
-        may_decline = config.speculation == "auto"
-        budget = Budget(self.ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
-        return SpeculatingScheduler(manager, *limits, budget, config.max_guesses)
-
     def _keeps_image(self, key: bytes) -> bool:
         images = self.ranks.runner.holdings.images
         return images is not None and images.keeps(key)
-
-    def _make_tier(self) -> MakeTier | None:
-        runner = self.ranks.runner
-        if runner.offload is None or runner.host_blocks is None:
-            return None
-        return partial(HostTier, offload=runner.offload, room=runner.host_blocks)
 
     def add_request(
         self,
@@ -187,7 +160,7 @@ class LLMEngine:
         result = planned(step, now)
         message, seqs = self.row_map.describe(step)
         for seq in without_images(step):
-            self.scheduler.block_manager.forget(seq)  # no later step may share what this one computes
+            self.scheduler.block_manager.prefixes.forget(seq)  # no later step may share what this one computes
         message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
         result.note_transfers(message.transfers)
         guided = self.matchers.guided(seqs)
@@ -223,7 +196,7 @@ class LLMEngine:
         self.ranks.compare("sleep", keep_weights)
         with delayed_interrupt():
             self.drain()
-            self.scheduler.block_manager.lose_blocks()
+            self.scheduler.block_manager.prefixes.lose_blocks()
             if not keep_weights:
                 self.scheduler.reset_prefix_cache()
                 self.updater.drop()
@@ -263,7 +236,8 @@ class LLMEngine:
     def _fail(self, failed: dict[Sequence, str]) -> list[Sequence]:
         """End sequences by what is wrong with each; returns them."""
         for seq, why in failed.items():
-            self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+            # A NaN may have come to tokens before its own, by 0 * NaN.
+            self.scheduler.block_manager.prefixes.forget(seq)
             self.finish(seq, "error", why)
         return list(failed)
 
@@ -319,10 +293,3 @@ def seed_of(params: SamplingParams, engine_seed: int, request_id: int) -> int:
         return params.seed
     # + 1: the first request's seed is not 0, which a user may choose
     return engine_seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
-
-
-def _prefix_finder(config: Config) -> PrefixFinder:
-    first = config.cache_layout.groups[0]
-    queries = config.description.num_heads // config.tensor_parallel_size // first.pages.kv_heads  # that share a head
-    token_bytes = 2 * first.pages.numbers * config.torch_cache_dtype.itemsize
-    return PrefixFinder(first.block_size, rows_of_a_tile(queries), token_bytes)

@@ -145,6 +145,11 @@ class PrefixTree:
             self.num_attached -= 1
             self.prune(node)
 
+    def detach_all(self) -> None:
+        """Let no block be a node's."""
+        for block_id in range(len(self._blocks)):
+            self.detach(block_id)
+
     def cut(self, node: Node) -> None:
         """Let no lookup find a node, nor those behind it. These go when their blocks are handed out."""
         if node.parent is not None and node.is_found:

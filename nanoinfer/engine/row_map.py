@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 
 from nanoinfer.engine.images import ImageFeed
-from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.speculation.text_slots import TextSlots
+from nanoinfer.engine.step import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.logits.settings import is_plain, needs_tokens
 from nanoinfer.runner.message import (
@@ -91,6 +91,7 @@ class RowMap:
         moves = self._pack(step.seqs)
         grown = [(seq.row, group, column, seq.block_tables[group][column]) for seq, group, column in step.grown]
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, guesses=step.guesses)
+        message.lacking = [_describe_chunk(chunk) for chunk in step.lacking]
         message.new_prefixes = self._new_prefixes()
         message.shares = self._shares
         if self._may_adapt:

@@ -4,76 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from itertools import islice
 
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
-from nanoinfer.runner.message import ChunkStates
+from nanoinfer.engine.step import Chunk, DecodeStep, Fork, PrefillStep, Step
 
 # While sequences decode, prompts gather until they are worth a step of their own. On an H200, the host needs longer to
 # launch a step of a thousand tokens of a small model than the device needs to run it.
 MIN_PREFILL_TOKENS = 4096
 MAX_FREE_ROWS = 1 / 16  # of max_num_seqs; with so many free, prompts wait no longer
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `end` of one sequence, to be prefilled in one step."""
-
-    seq: Sequence
-    start: int
-    end: int
-    is_last: bool  # the sequence's tokens end with it: its logits give the next one, if there is one
-    states: ChunkStates | None = None  # if the model's layers have some
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A sequence that starts with the blocks of another, whose last chunk is in the same step."""
-
-    seq: Sequence
-    source: Sequence
-    copied_blocks: list[tuple[int, int]]  # (last block, its copy), of each group whose last block is not full
-
-
-@dataclass(frozen=True)
-class PrefillStep:
-    """A step that computes prompts, or chunks of them."""
-
-    chunks: list[Chunk]
-    forks: list[Fork]
-    guesses = 0  # as DecodeStep has them
-
-    @property
-    def scored(self) -> list[Sequence]:
-        """The sequences that end with this step, because they get no tokens."""
-        return [chunk.seq for chunk in self.chunks if chunk.is_last and chunk.seq.is_only_scored]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that go through the model."""
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """A step that gives every sequence in it one more token, or several where guesses hold."""
-
-    seqs: list[Sequence]
-    grown: list[tuple[Sequence, int, int]]  # the blocks that came for this step: sequence, group, column of its table
-    due: list[Sequence]  # sequences that this step takes to their check_at
-    max_context_len: int
-    guesses: int = 0  # so many places there are for guesses of all sequences: see SpeculatingScheduler
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that go through the model."""
-        return len(self.seqs)
-
-
-Step = PrefillStep | DecodeStep
 
 
 class Scheduler:
@@ -287,7 +228,7 @@ class Scheduler:
         """
         begun = [seq for seq in self.unfinished if seq.block_tables and adapter in (None, seq.adapter)]
         if adapter is None:
-            self.block_manager.forget_all(begun)
+            self.block_manager.prefixes.forget_all(begun)
         else:
             self.block_manager.forget_adapter(adapter, begun)
         for seq in self.waiting:
@@ -324,7 +265,7 @@ class Scheduler:
         ended = [seq for seq in scored if not seq.is_finished]
         for seq in ended:
             if seq.prompt_logprobs.has_nan:
-                self.block_manager.forget(seq)
+                self.block_manager.prefixes.forget(seq)
             self.finish(seq, "length")
         return ended
 

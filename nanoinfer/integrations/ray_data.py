@@ -19,7 +19,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
 from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
-from nanoinfer.batch.lines import IMAGE, PROMPTS, TEMPLATE, complete, take_prompt
+from nanoinfer.batch.lines import MEDIA, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
@@ -31,7 +31,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one
 SETTINGS = {field.name for field in fields(SamplingParams)}
-READ = {*KNOWN, *SETTINGS, TEMPLATE, IMAGE, "id"}
+READ = {*KNOWN, *SETTINGS, TEMPLATE, *MEDIA, "id"}
 UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings whose results have no column
 NO_COLUMN = "its results have no column"
 GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
@@ -122,9 +122,9 @@ class Generator:
 
     A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
     messages. For a model that sees, a column image beside prompt or token_ids holds an image, or a list of them, and
-    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. Where the model
-    could see but the LLM does not, a row with an image fails. In these columns and in those of settings, null or NaN
-    counts as nothing.
+    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. So do a column
+    video and parts with lists of frames. Where the model could see but the LLM does not, such a row fails. In these
+    columns and in those of settings, null or NaN counts as nothing.
 
     text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
         prompt_token_ids
@@ -179,10 +179,10 @@ class Generator:
 
     def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
-        image = row.pop(IMAGE, None)
+        media = pop_media(row)
         settings = {name: value for name, given in row.items() if (value := plain(given)) is not None}
-        if image is not None and self._engine.llm.config.description.is_multimodal:
-            settings[IMAGE] = image  # an LLM that could see, and does not, refuses it
+        if self._engine.llm.config.description.is_multimodal:
+            settings |= media  # an LLM that could see, and does not, refuses them
         key = settings.pop("id", None)
         prompt = take_prompt(settings, KNOWN)
         params = SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
@@ -311,6 +311,12 @@ def _check_columns(names: list[str], shared: Mapping[str, Any]) -> None:
 def _has_samples(names: list[str], shared: Mapping[str, Any]) -> bool:
     """Whether a row may have several samples, or log-probabilities."""
     return shared["n"] > 1 or shared["logprobs"] is not None or "n" in names or "logprobs" in names
+
+
+def pop_media(row: dict[str, Any]) -> dict[str, Any]:
+    """Take the columns of images and videos that are there out of a row: these stay as they are."""
+    given = {name: row.pop(name, None) for name in MEDIA}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def plain(value: Any) -> Any:

@@ -10,8 +10,8 @@ import pyarrow as pa
 from ray.data import Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.lines import IMAGE, take_prompt
-from nanoinfer.integrations.ray_data import BATCHES, KNOWN, READ, Engine, map_by, plain
+from nanoinfer.batch.lines import take_prompt
+from nanoinfer.integrations.ray_data import BATCHES, KNOWN, READ, Engine, map_by, plain, pop_media
 from nanoinfer.llm import LLM
 from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
@@ -77,10 +77,10 @@ class Embedder:
 
     async def _embed(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a row's new columns, without those that are null."""
-        image = row.pop(IMAGE, None)
+        media = pop_media(row)
         given = {name: value for name, entry in row.items() if (value := plain(entry)) is not None}
         try:
-            prompt = take_prompt({**given, **({} if image is None else {IMAGE: image})}, KNOWN)
+            prompt = take_prompt(given | media, KNOWN)
             asked = self._engine.submit(lambda llm: llm.prepare_to_embed(prompt, *self._how), 0)
             output: EmbeddingOutput = await asyncio.wrap_future(asked)
         except ValueError as error:

@@ -8,15 +8,12 @@ from typing import Literal, TypeAlias
 from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.models.heads import KVHeads, QueryScaling
-from nanoinfer.models.settings import find_uneven
-from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
@@ -276,7 +273,7 @@ class Description:
         is_full = self.qk_norm == "full"
         heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
+        return max(heads, most_used, *self.mlp_sizes, *self.intermediate_sizes.values())
 
     @property
     def has_sections(self) -> bool:
@@ -305,7 +302,7 @@ class Description:
         return replace(self, windows=windows, ropes=tuple(map(shortened, self.ropes)))
 
     @property
-    def _intermediate_sizes(self) -> dict[str, int]:
+    def intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
         has_none = experts is not None and experts.beside is None and all(experts.layers)
@@ -318,81 +315,3 @@ class Description:
     def unit_of(self, size: int, ranks: int) -> int:
         """Return how many neighbours of an intermediate size stay on one rank: with more than 1, shares may differ."""
         return max((format.inputs_together(size, ranks) for format in self.formats.quantized), default=1)
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError if the model cannot be split over this many ranks."""
-        inner = {name: size for name, size in self._intermediate_sizes.items() if self.unit_of(size, ranks) == 1}
-        sizes = {"num_attention_heads": self.num_heads, **inner}
-        if self.layer_inputs is not None:
-            sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
-        for mixer in self.mixers:
-            sizes |= {} if mixer is None else mixer.divided
-        for name, size in sizes.items():
-            if size % ranks:
-                divisors = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if size % n == 0)
-                raise ValueError(
-                    f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor: {divisors}"
-                )
-        for count in self._kv_counts:
-            if count % ranks and ranks % count:
-                raise ValueError(
-                    f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
-                    " divided by it; use a divisor or a multiple"
-                )
-        if self.vocab_size < ranks**2:
-            raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={self.vocab_size} is too small; use fewer")
-
-    def check_in_order(self, ranks: int, on_cpu: bool) -> None:
-        """Raise ValueError if the model cannot give a token the same bits in any company, on this many ranks."""
-        if self.has_states:
-            raise ValueError(
-                "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
-                " chunks adds up in another order than token by token"
-            )
-        if ranks > 1:
-            self.check_ranks_in_order(ranks, on_cpu)
-
-    def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
-        """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        heads = [("num_key_value_heads", count) for count in self._kv_counts]
-        gathered = [*heads, ("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
-        fault, uneven = None, next((f"{name}={size}" for name, size in gathered if size % ranks), None)
-        if uneven is not None:
-            fault = f"{uneven} is not divisible by the number of ranks"
-        elif on_cpu and PARTS % ranks:
-            fault = f"on the CPU the number of ranks must divide {PARTS}"
-        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
-            fault = "the CPU computes soft caps in another way for another number of heads"
-        elif on_cpu and self.sinks:
-            fault = "the CPU computes sinks in another way for another number of heads"
-        elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
-            inputs = [] if self.layer_inputs is None else [("hidden_size_per_layer_input", self.layer_inputs.size)]
-            fault = find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or find_uneven(
-                [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
-            )
-        else:  # the products with experts have the same bits for any share
-            outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
-            for format in self.formats.quantized:
-                together = format.outputs_together * ranks
-                fault = fault or find_uneven(outputs, together, f"with weights in {format.name}")
-        if fault is not None:
-            raise ValueError(
-                f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"
-                " such as one, and data_parallel_size for more processes"
-            )
-
-    @property
-    def _kv_counts(self) -> list[int]:
-        """How many heads of keys layers have, each number once."""
-        return list(dict.fromkeys(heads.count for heads in self.attending))
-
-    @property
-    def _outputs(self) -> list[tuple[str, int]]:
-        """How many outputs the matrices of the layers have."""
-        outputs = [("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
-        for heads in dict.fromkeys(self.attending):
-            outputs.append(("num_attention_heads * head_dim", self.num_heads * heads.dim))
-            outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
-        if self.layer_inputs is not None:
-            outputs.append(("hidden_size_per_layer_input", self.layer_inputs.size))
-        return outputs

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nanoinfer.process.driver import call
@@ -22,13 +23,19 @@ OWN_GPU = "NANOINFER_OWN_GPU"  # its number, among those that are visible
 
 @functools.cache
 def read_triton() -> threading.Thread:
-    """Let a thread hash Triton's own files, half a gigabyte, and return the thread. A process has one.
+    """Let a thread hash Triton's own files, half a gigabyte, and build its driver. A process has one; returns it.
 
-    Triton names compiled kernels by this hash, and keeps it. Without it, all threads that launch would compute it.
+    Triton names compiled kernels by this hash, and keeps it. Without it, all threads that launch would compute it. The
+    driver is a C module that a first start compiles, and Triton finds on the disk from then on.
     """
     from triton.runtime import cache  # here, for processes on the CPU need no Triton before torch
 
-    return _start(getattr(cache, "triton_key", lambda: None))  # other versions of Triton may have no such function
+    def read() -> None:
+        getattr(cache, "triton_key", lambda: None)()  # other versions of Triton may have no such function
+        with suppress(Exception):  # at the first launch, Triton tells of errors
+            import_module("triton.backends.nvidia.driver").CudaUtils()
+
+    return _start(read)
 
 
 def make_context(device: int) -> threading.Thread:

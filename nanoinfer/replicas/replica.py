@@ -24,8 +24,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
@@ -38,7 +38,7 @@ from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
-from nanoinfer.runner.voice import name_hardware
+from nanoinfer.runner.start.voice import name_hardware
 from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.low_rank import Adapter

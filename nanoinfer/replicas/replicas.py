@@ -19,8 +19,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
 from nanoinfer.engine.ranks.updater import check_whole
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
-from nanoinfer.engine.stats import Counters
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.stats import Counters
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.adapters import ReplicaAdapters
@@ -30,7 +30,7 @@ from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.updater import ALL, ReplicaUpdater
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan, tell
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.start.voice import Voice
 
 log = logging.getLogger("nanoinfer")
 

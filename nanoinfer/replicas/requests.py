@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from nanoinfer.checks import check_choice
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import seed_of
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.replicas.messages import Report, Task
 from nanoinfer.replicas.replicas import Change, Replicas, results_of

@@ -10,13 +10,14 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.hub import name_of
 from nanoinfer.process import first_launch
+from nanoinfer.process.compile_once import compile_once
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
 from nanoinfer.runner.memory.plan import MemoryPlan
-from nanoinfer.runner.voice import Voice, name_hardware
+from nanoinfer.runner.start.voice import Voice, name_hardware
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,8 @@ class Start:
         if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
             # Now, for the driver reads the environment, in which the other processes start.
             first_launch.prepare(config.device_of(0).index)
+            if self._others is not None:
+                compile_once()  # as they do
 
     def begin(self, config: Config) -> None:
         """Let replicas start their engines, which takes them longer than this process needs for the tokenizer."""
@@ -108,6 +111,7 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         _numbers(config),
         config.attention_backend,
         "sees images" if config.sees else "",
+        "" if config.draft is None else f"draft by {name_of(config.draft.folder)}",
         " of ".join(processes),
         f"KV cache of {memory.tokens:,} tokens"
         f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",

@@ -14,19 +14,19 @@ from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
-from nanoinfer.engine.faults import not_finite
 from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
+from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""The images of prompts: what stands beside a prompt, and what becomes of both before an engine takes them."""
+"""Images and videos of prompts: what stands beside a prompt, and what becomes of both before an engine takes them."""
 
 from __future__ import annotations
 
@@ -11,57 +11,76 @@ from nanoinfer.config import Config
 from nanoinfer.engine.images import check_whole
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import ImageThreads
-from nanoinfer.vision.image_processor import PreparedImage
+from nanoinfer.vision.image_processor import ImageProcessor
+from nanoinfer.vision.messages import IMAGE, NO_MEDIA, VIDEO, Media
 from nanoinfer.vision.pixels import PixelsOnDemand
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.vision.videos.clip import listed, with_rate
+from nanoinfer.vision.videos.processor import VideoProcessor
 from nanoinfer.vllm_spellings import of_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATA, PROCESSING, NAMES = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"  # vLLM's keys beside a prompt
-IMAGE = "image"
 MOST_SHOWN = 60  # characters of a value in an error message
 
 
-def take_beside(name: str, prompt: dict[str, Any]) -> list[Any]:
-    """Take what vLLM's callers write beside a prompt's text or tokens out of a mapping; returns the images.
+def take_beside(name: str, prompt: dict[str, Any]) -> Media:
+    """Take what vLLM's callers write beside a prompt's text or tokens out of a mapping; returns images and videos.
 
     Raises ValueError for what changes how images are processed, and for other media.
     """
     prompt.pop(NAMES, None)  # an image's pixels tell it from others
-    if (processing := of_images(prompt.pop(PROCESSING, None))) is not None and processing != {}:
+    processing, data = prompt.pop(PROCESSING, None), prompt.pop(DATA, None)
+    if (changes := of_images(processing)) is not None and changes != {}:
         raise ValueError(
-            f"{name}[{PROCESSING!r}] is {short(processing, MOST_SHOWN)}: must be left out: LLM(image_options=...) says"
+            f"{name}[{PROCESSING!r}] is {short(changes, MOST_SHOWN)}: must be left out: LLM(image_options=...) says"
             " for all prompts how large images become"
         )
-    data = prompt.pop(DATA, None)
     if data is None:
-        return []
+        return NO_MEDIA
     if not isinstance(data, Mapping):
-        raise ValueError(f"{name}[{DATA!r}] is {short(data, MOST_SHOWN)}: must be a mapping with {IMAGE!r}")
+        raise ValueError(
+            f"{name}[{DATA!r}] is {short(data, MOST_SHOWN)}: must be a mapping with {IMAGE!r} or {VIDEO!r}"
+        )
     for kind, value in data.items():
-        if kind != IMAGE and value is not None:
-            raise ValueError(
-                f"{name}[{DATA!r}] has {kind!r}: must have {IMAGE!r} alone; give frames of a video as images"
-            )
-    images = data.get(IMAGE)
+        if kind not in (IMAGE, VIDEO) and value is not None:
+            raise ValueError(f"{name}[{DATA!r}] has {kind!r}: must have {IMAGE!r} and {VIDEO!r} alone")
+    videos = listed(data.get(VIDEO))
+    return Media(_listed(data.get(IMAGE)), _with_rates(f"{name}[{PROCESSING!r}]", videos, processing))
+
+
+def _listed(images: Any) -> list[Any]:
     if images is None:
         return []
     return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
-class WithImages(NamedTuple):
-    """A prompt with images, as a user gave it.
+def _with_rates(name: str, videos: list[Any], processing: Any) -> list[Any]:
+    """Return videos with the frames per second that stand beside a prompt: one number, or one for each video."""
+    rates = None if processing is None else processing.get("fps")
+    if isinstance(rates, (list, tuple)):
+        if len(rates) != len(videos):
+            raise ValueError(
+                f"{name} has fps={short(rates, MOST_SHOWN)}: must have one for each of {len(videos)} videos"
+            )
+        return [with_rate(video, rate) for video, rate in zip(videos, rates, strict=True)]
+    return [with_rate(video, rates) for video in videos]
 
-    name, prompt, images, add_special_tokens: as for VisionProcessor.prepare
+
+class WithImages(NamedTuple):
+    """A prompt with images or videos, as a user gave it.
+
+    name, prompt, images, videos, add_special_tokens: as for VisionProcessor.prepare
     """
 
     name: str
     prompt: str | list[int]
     images: Sequence[Any]
     add_special_tokens: bool
+    videos: Sequence[Any] = ()
 
 
 class ImageInputs:
@@ -80,21 +99,31 @@ class ImageInputs:
                 config.image_options,
                 config.limit_images_per_prompt,
                 config.image_folder,
+                config.limit_videos_per_prompt,
             )
             check_whole(self._processor.longest_span(), config)
 
-    def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
-        """Return images that several prompts will have; name: begins the messages of errors."""
-        names = (f"image {index} of {name}" for index in range(len(images)))
-        prepare = self._processor.images.prepare
-        opened = [self._threads.submit(prepare, *each) for each in zip(names, images, strict=True)]
-        return [image.result() for image in opened]
+    def open(self, name: str, media: Media) -> Media:
+        """Return images and videos that several prompts will have; name: begins the messages of errors."""
+        self.check_videos(name, media)
+        images = self._open("image", self._processor.images, name, media.images)
+        videos = self._open("video", self._processor.videos, name, media.videos)
+        return Media([image.result() for image in images], [video.result() for video in videos])
+
+    def _open(
+        self, noun: str, processor: ImageProcessor | VideoProcessor | None, name: str, sources: Sequence[Any]
+    ) -> list[Future[Any]]:
+        """Let threads prepare what is of one kind; processor: None: there is none of it"""
+        if processor is None:
+            return []
+        names = (f"{noun} {index} of {name}" for index in range(len(sources)))
+        return [self._threads.submit(processor.prepare, *each) for each in zip(names, sources, strict=True)]
 
     def adopt(self, prompt: VisionPrompt) -> None:
         """Let a prompt of another process have its pixels made in this one."""
         for pixels in prompt.pixels:
             assert isinstance(pixels, PixelsOnDemand)
-            pixels.load = self._processor.images.load
+            pixels.load = self._processor.load
 
     def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
@@ -110,7 +139,8 @@ class ImageInputs:
 
     def check_text(self, name: str, text: str) -> None:
         """Raise ValueError if a text without images has placeholders. Token ids are their caller's."""
-        if count := text.count(self._processor.placeholder):
-            raise ValueError(
-                f"{name} has {count} placeholders, {self._processor.placeholder!r}, and no image: must not"
-            )
+        self._processor.check_text(name, text)
+
+    def check_videos(self, name: str, media: Media) -> None:
+        """Raise ValueError for videos of a prompt whose model takes none."""
+        self._processor.check_videos(name, media.videos)

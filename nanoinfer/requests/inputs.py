@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.messages import NO_MEDIA, take_media
 from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt 
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
-SMALLER = "; image_options can make images smaller"
+SMALLER = "; image_options can make images and videos smaller"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Prompt = Tokens | Mapping[str, object]
@@ -63,20 +64,21 @@ class Inputs:
         settings = self._settings.check(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
-    def check_texts(
+    def begin_texts(
         self,
         name: str,
         prompts: Prompt | ListLike[Prompt],
         settings_of: Callable[[int], list[Settings]],
         change: Callable[[Asked], Asked],
-    ) -> CallPrompts:
-        """Return the prompts of a call that reads them. settings_of: makes those of so many prompts
+    ) -> list[ComingRequest]:
+        """Return the prompts of a call that reads them, whose tokens are not checked yet.
 
         name: begins the messages of errors; change: puts something before a text
+        settings_of: makes the settings of so many prompts
         """
         items = _listed(prompts)
         settings = settings_of(len(items))
-        return self._prepare([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
+        return self._begin([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
     def begin_text(
         self,
@@ -88,7 +90,7 @@ class Inputs:
     ) -> ComingRequest:
         """Check a prompt that is read, and let its images be prepared in other threads.
 
-        change: as for check_texts; output_of: as for Prepared
+        change: as for begin_texts; output_of: as for Prepared
         """
         asked = change(self._read(name, prompt))
         return ComingRequest(asked, settings, self._see(asked), output_of)
@@ -122,8 +124,8 @@ class Inputs:
         asked = self._unwrap("prompt", prompt)
         if not isinstance(asked.prompt, str):
             asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
-        if self._images is not None and asked.images:
-            asked = asked._replace(images=self._images.open(asked.name, asked.images))
+        if self._images is not None and any(asked.media):
+            asked = asked._replace(media=self._images.open(asked.name, asked.media))
         items = [continuations] if isinstance(continuations, str) else continuations
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
@@ -182,11 +184,12 @@ class Inputs:
 
     def _read_chat(self, name: str, chat: Any, template: Mapping[str, Any]) -> Asked:
         assert self._chats is not None
-        messages, images = _list(name, chat, "a list of messages"), list[Any]()
+        messages, media = _list(name, chat, "a list of messages"), NO_MEDIA
         if self._images is not None:
-            messages, images = take_images(name, messages)
+            messages, media = take_media(name, messages)
+            self._images.check_videos(name, media)
         text = self._chats.render(name, messages, template)
-        return Asked(name, text, text, images, is_chat=True)
+        return Asked(name, text, text, media, is_chat=True)
 
     def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
         """Return the tokens of a text, or of each text in a list."""
@@ -222,7 +225,7 @@ class Inputs:
         if not isinstance(prompt, Mapping):
             return Asked(name, prompt, prompt if isinstance(prompt, str) else None)
         given = {key: value for key, value in prompt.items() if value is not None}
-        images = [] if self._images is None else take_beside(name, given)
+        media = NO_MEDIA if self._images is None else take_beside(name, given)
         known = A_MAPPING if self._images is None else WITH_IMAGES
         if self._images is None and (medium := other_medium(given)):
             raise ValueError(f"{name} has {medium!r}: {TEXT_ONLY}; pass {known}")
@@ -233,26 +236,30 @@ class Inputs:
             if isinstance(prompt[key], str) != (key == TEXT):
                 what = "a string" if key == TEXT else "a list of token ids"
                 raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
-        return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), images)
+        return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), media)
 
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> CallPrompts:
         """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
+        coming = self._begin(asked, settings)
+        with _cancelled_by_errors(coming):
+            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
+
+    def _begin(self, asked: list[Asked], settings: list[Settings]) -> list[ComingRequest]:
+        """Let the images of a call's prompts be prepared."""
         coming: list[ComingRequest] = []
-        try:
+        with _cancelled_by_errors(coming):
             for each, own in zip(asked, settings, strict=True):
                 coming.append(ComingRequest(each, own, self._see(each)))
-            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
-        except BaseException:
-            for begun in coming:
-                begun.cancel()
-            raise
+        return coming
 
     def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
-        """Let a prompt's images be prepared; None: it has none."""
-        if self._images is None or not asked.images:
+        """Let a prompt's images and videos be prepared; None: it has none."""
+        if self._images is None or not any(asked.media):
             return None
         prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
-        return self._images.begin(WithImages(asked.name, prompt, asked.images, not asked.is_chat))
+        return self._images.begin(
+            WithImages(asked.name, prompt, asked.media.images, not asked.is_chat, asked.media.videos)
+        )
 
     def _tokens_of(self, asked: Asked, seen: Future[VisionPrompt] | None) -> SomeTokens:
         """Return a prompt's tokens; seen: with its images, if it has some."""
@@ -299,6 +306,17 @@ class Inputs:
         return token_ids
 
 
+@contextmanager
+def _cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
+    """Let no thread prepare the images of these behind an error."""
+    try:
+        yield
+    except BaseException:
+        for begun in coming:
+            begun.cancel()
+        raise
+
+
 def _list(name: str, value: Any, what: str) -> list[Any]:
     entries = as_list(value)
     if entries is None:
@@ -342,8 +360,8 @@ def _describe_length(prompt: SomeTokens) -> tuple[str, str]:
     """Return how many tokens a prompt has, and a hint how it could have fewer."""
     if not isinstance(prompt, VisionPrompt):
         return f"{len(prompt)} tokens", ""
-    image, count = prompt.largest
-    return f"{len(prompt.token_ids)} tokens, of which image {image} has {count}", SMALLER
+    medium, count = prompt.largest
+    return f"{len(prompt.token_ids)} tokens, of which {medium} has {count}", SMALLER
 
 
 def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:

@@ -9,9 +9,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanoinfer.checks import as_int, short
 from nanoinfer.engine.ranks.adapters import AnyAdapters
+from nanoinfer.engine.results.stats import Counters
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.engine.stats import Counters
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.results import SampleResult

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nanoinfer.checks import check_flag, short
-from nanoinfer.engine.stats import Rates
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.stats import Rates
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.process.bar import Bar
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import Output, StreamOutput

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nanoinfer.grammar import Grammar
 from nanoinfer.requests.settings import Settings
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.messages import NO_MEDIA, Media
 from nanoinfer.vision.spans import VisionPrompt
 
 Tokens = str | ListLike[int]
@@ -20,16 +21,16 @@ class Asked(NamedTuple):
     """A prompt as it was asked for.
 
     name: begins the messages of errors
-    prompt: its text or tokens, with a placeholder for each image
+    prompt: its text or tokens, with a placeholder for each image and each video
     text: its text; None if the user passed token ids alone
-    images: as users give them
+    media: its images and videos
     is_chat: a template wrote it, with the special tokens
     """
 
     name: str
     prompt: Tokens
     text: str | None
-    images: ListLike[Any] = ()
+    media: Media = NO_MEDIA
     is_chat: bool = False
 
 

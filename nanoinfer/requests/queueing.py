@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.sampling_params import SamplingParams
 
 

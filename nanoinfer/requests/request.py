@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.checks import check_choice
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.routed_experts import ExpertIds
+from nanoinfer.engine.results.routed_experts import ExpertIds
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput

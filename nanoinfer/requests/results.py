@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from nanoinfer.engine.routed_experts import ExpertIds
+from nanoinfer.engine.results.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import FinishReason, Vector
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
 from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings

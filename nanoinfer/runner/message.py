@@ -140,6 +140,7 @@ class DecodeMessage:
     transfers: Transfers | None = None
     has_adapters: bool = False  # whether some row has an adapter
     guesses: int = 0  # places for guesses beside the rows' last tokens, see verify_sizes; 0: none are verified
+    lacking: list[ChunkMessage] = field(default_factory=list)  # tokens that a draft model computes before the step
 
     @property
     def num_tokens(self) -> int:

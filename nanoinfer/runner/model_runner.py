@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,14 +17,12 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
 from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import (
     MAX_GRAPH_ROWS,
-    PLAIN,
     DecodeGraphs,
     DecodeKind,
     graph_batch_sizes,
@@ -37,22 +34,19 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
-from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
+from nanoinfer.runner.memory.plan import MemoryPlan, graph_bytes, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.side_by_side import run_side_by_side
+from nanoinfer.runner.start.compiling import compile_steps
+from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
+from nanoinfer.runner.start.trials import Trials, check_attention, image_bytes, peak_bytes
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import LONG_CHUNK, Trials, check_attention, image_bytes, peak_bytes
-from nanoinfer.runner.voice import Voice
 
 log = logging.getLogger("nanoinfer")
-
-TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
-TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
-COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
 class ModelRunner:
@@ -88,9 +82,7 @@ class ModelRunner:
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
         self._voice = Voice(config, tp.rank)
-        processes = tp.size * config.data_parallel_size
-        if config.device == "cpu" and processes > 1 and config.starts_ranks:
-            torch.set_num_threads(_share_of_threads(processes))
+        share_threads(config, tp)
         if config.device == "cuda":
             read_triton()
         else:
@@ -100,7 +92,7 @@ class ModelRunner:
                 self._load()
                 self._connect()
                 with torch.inference_mode():
-                    self._choose_threads()
+                    choose_threads(self.threads, config, tp, self.holdings.cache_spec.block_bytes, self._make_cache)
                     self._size(self._measure(), image_bytes(config, self.holdings.tower))
                     self._capture()
         except BaseException:
@@ -113,10 +105,11 @@ class ModelRunner:
         if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
-        self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
-        most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+        layout = config.cache_layout.part(range(model.num_layers))
+        self.backend = make_backend(config.attention_backend, layout, config.is_in_order)
+        most = max(config.max_num_batched_tokens, config.max_num_seqs)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
-        self.holdings.weights.load(config, self._voice)
+        self.holdings.load(self._voice)
         if config.device == "cuda":
             read_triton().join()
         shape = max(config.max_num_seqs, most_tokens(self.verify_sizes)), self.holdings.model.num_ids
@@ -139,36 +132,6 @@ class ModelRunner:
             features = max(features, config.description.widest // self.tp.size)
         self.tp.open_inbox(max_rows, features, config.torch_dtype)
 
-    def _choose_threads(self) -> None:
-        """Let one rank on the CPU compute with as many threads as make its steps faster.
-
-        In processes that are not ours, several ranks take equally many, so that they round alike.
-        """
-        config = self.config
-        if config.deterministic and config.device == "cpu":  # with more threads, sums would depend on their number
-            self.threads.fix(1)
-            return
-        if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
-            self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
-        may_decode = self.tp.size == 1 and config.description.generates
-        if not (may_decode and config.is_plain_cpu) or torch.get_num_threads() == 1:
-            return
-        length = min(config.max_model_len, *(group.block_size for group in config.cache_layout.groups))
-        most = max(TIMED_ROWS.values())
-        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self.holdings.cache_spec.block_bytes, most))
-        self._make_cache(num_blocks)
-        self.holdings.kv_cache.zero()  # until it is written, it has no memory to read
-        for table, step in zip(self.steps.batch.tables, self.holdings.kv_cache.steps, strict=True):
-            table[:num_blocks, 0] = torch.arange(num_blocks) * step
-
-        def run(rows: int) -> None:
-            self.steps.batch.positions[:rows] = length - 1
-            self.steps.decode_rows(rows, length)
-
-        for tokens, rows in TIMED_ROWS.items():
-            if tokens <= num_blocks:
-                self.threads.choose(tokens, partial(run, min(rows, num_blocks)))
-
     def _measure(self) -> int:
         """Run the largest steps, whose block tables name one block everywhere; returns the bytes that they work in.
 
@@ -178,9 +141,11 @@ class ModelRunner:
         config, trials = self.config, Trials(self.config, self.steps.max_blocks, self.device)
         step_bytes = 0
         if config.device == "cuda":
-            self._compile(trials)
+            decodes = trials.largest_decodes(self.verify_sizes) if config.description.generates else []
+            captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
+            compile_steps(self.steps, trials, decodes, captured, self._decode_rows)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            decode, redrawn = self._measure_decode(trials) if config.description.generates else (0, 0)
+            decode, redrawn = self._measure_decode(decodes) if decodes else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
             step_bytes += redrawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
@@ -190,38 +155,10 @@ class ModelRunner:
         )
         return step_bytes
 
-    def _measure_decode(self, trials: Trials) -> tuple[int, int]:
+    def _measure_decode(self, steps: list[tuple[int, DecodeKind]]) -> tuple[int, int]:
         """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
-        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in trials.largest_decodes(self.verify_sizes)]
+        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in steps]
         return max(peaks), self.steps.logits_processors.working_bytes
-
-    def _compile(self, trials: Trials) -> None:
-        """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
-
-        Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
-        """
-        sizes = self._graph_sizes
-        if self.tp.size > 1 or not sizes:
-            return
-        prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
-        draw = partial(self.steps.draw, self.logits[: self.config.max_num_seqs], self.steps.batch.positions)
-        largest = sizes[PLAIN][-1], PLAIN
-        steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]
-        decode = [partial(self._try_decode, *step) for step in steps if step != largest]
-        with self.holdings.model.one_of_each():
-            # The steps that run first have few kernels in common.
-            run_side_by_side(
-                [prefill, draw, partial(self._decode_rows, *largest), *decode[:1]],
-                [*decode[1:], *others],
-                self.device,
-            )
-
-    def _try_decode(self, rows: int, kind: DecodeKind) -> None:
-        """Run an empty decode step; for some formats also as for a graph, which has other kernels for products."""
-        self._decode_rows(rows, kind)
-        if any(format.has_graph_kernels for format in self.config.description.formats.quantized):
-            with recording():
-                self._decode_rows(rows, kind)
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
         """Launch a decode step that any rows of this number may take, up to some length."""
@@ -233,10 +170,9 @@ class ModelRunner:
 
     def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
-        graph_bytes = sum(map(len, self._graph_sizes.values())) * BYTES_PER_GRAPH
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        needs = held, step_bytes, graph_bytes, image_bytes, slots
+        needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), image_bytes, slots
         self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)
@@ -260,11 +196,13 @@ class ModelRunner:
             return {}
         return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0, self.verify_sizes)
 
-    def _make_cache(self, num_blocks: int, num_slots: int = 1) -> None:
+    def _make_cache(self, num_blocks: int, num_slots: int = 1) -> Steps:
+        """Make a KV cache, in place of the one before; returns the steps over it."""
         self.holdings.make_cache(num_blocks, num_slots)
         self.__dict__.pop("steps", None)  # their texts go first
         make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
+        return self.steps
 
     @property
     def text_slots(self) -> int:
@@ -387,11 +325,3 @@ class ModelRunner:
 
     def _current_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-def _share_of_threads(ranks: int) -> int:
-    """Return how many threads each of several ranks takes. Threads without a core of their own mostly wait.
-
-    ranks: of all replicas together
-    """
-    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))

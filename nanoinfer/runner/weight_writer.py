@@ -12,7 +12,8 @@ from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
 from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.voice import Voice
+from nanoinfer.process.bar import MakeBar
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
@@ -55,10 +56,14 @@ class WeightWriter:
             source = FileSource(config.model, config.description.beside)
         else:
             source = RandomSource(config.seed, self._device)
-        source.fill(self._make_table(), partial(voice.bar, "Weights", "B"))
+        self.fill(source, partial(voice.bar, "Weights", "B"))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
         self.finish()
+
+    def fill(self, source: Source, bar: MakeBar) -> None:
+        """Fill all weights; raises ValueError as Source.fill does. `finish` must follow. bar: as for Source.fill"""
+        source.fill(self._make_table(), bar)
 
     def finish(self) -> None:
         """Let each matrix do what its format does with what has been written."""

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Pixels, PixelsOnDemand, Source, bytes_of, count_values
+from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Part, Pixels, PixelsOnDemand, Source, bytes_of, count_values
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
@@ -77,6 +76,16 @@ class PreparedImage:
         """How much memory its pixels take."""
         return bytes_of(self.pixels)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Itself."""
+        return (Part(self.key, self.count, self.pixels),)
+
+    @property
+    def shapes(self) -> Pixels:
+        """What its positions depend on, by transformers' names."""
+        return {name: self.pixels[name] for name in self.pixels if name != PIXEL_VALUES}
+
 
 class ImageProcessor:
     """Prepares images, in any number of threads.
@@ -84,7 +93,8 @@ class ImageProcessor:
     processor: transformers' image processor
     tokenizer, placeholder: make the prompt's part
     image_id: the token in whose place an embedding is put
-    options, image_folder: as for VisionProcessor
+    options: as for VisionProcessor, without those of videos
+    opener: opens what users give
     """
 
     def __init__(
@@ -94,17 +104,17 @@ class ImageProcessor:
         placeholder: Placeholder,
         image_id: int,
         options: Mapping[str, Any],
-        image_folder: str | Path | None,
+        opener: Opener,
     ) -> None:
         self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
-        self._scales = _scales_of(processor)
+        self._scales = scales_of(processor)
         own: dict[str, Any] = {"do_rescale": False, "do_normalize": False, "do_convert_rgb": False}
         if hasattr(processor, FRAMES):
             own[FRAMES] = 1
         self._options = {**placeholder.options, **_resolve_options(processor, options), **own}
         self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
-        self._opener = Opener(image_folder)
+        self._opener = opener
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE, SIDE))  # an error comes now, not with the first prompt
@@ -143,7 +153,7 @@ class ImageProcessor:
         if _counts_pixels(size):
             side = self._setting("patch_size") * self._setting("merge_size")
             most = size["longest_edge"] // side**2
-            return _fill(most, side) if most > ASPECT else (side, ASPECT * side)  # of a long image, few become more
+            return largest_shape(most, side)
         if most := self._setting("max_soft_tokens"):
             return _fill(most, self._setting("patch_size") * self._setting("pooling_kernel_size"))
         return (size.get("longest_edge", SIDE),) * 2
@@ -189,7 +199,7 @@ class ImageProcessor:
         return digest.digest()
 
 
-def _scales_of(image_processor: Any) -> Tensor:
+def scales_of(image_processor: Any) -> Tensor:
     """Return what an image processor subtracts from bytes, and divides them by, as SCALES has it."""
     has_mean = bool(image_processor.do_normalize)
     mean, deviation = (image_processor.image_mean, image_processor.image_std) if has_mean else (0.0, 1.0)
@@ -200,6 +210,11 @@ def _scales_of(image_processor: Any) -> Tensor:
 
 def _blank(height: int, width: int) -> np.ndarray:
     return np.zeros((height, width, 3), np.uint8)
+
+
+def largest_shape(most: int, side: int) -> tuple[int, int]:
+    """Return the height and the width of at most so many squares, as what is made of an image, or a few more."""
+    return _fill(most, side) if most > ASPECT else (side, ASPECT * side)  # of a long image, few become more
 
 
 def _fill(most: int, side: int) -> tuple[int, int]:

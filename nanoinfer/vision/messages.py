@@ -1,46 +1,84 @@
-"""Takes the images out of chat messages."""
+"""Takes the images and videos out of chat messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nanoinfer.checks import as_list, short
+from nanoinfer.vision.videos.clip import RATES, with_rate
 
-IMAGE = "image"
-SOURCES = {IMAGE: (IMAGE, "url", "path"), "image_url": ("image_url",), "image_pil": ("image_pil",)}
-"""Maps a kind of part to the keys that may hold its image: transformers', OpenAI's, vLLM's."""
-BARE = {"type": IMAGE}  # a part whose image was taken
+IMAGE, VIDEO = "image", "video"
+SOURCES = {
+    IMAGE: (IMAGE, "url", "path"),
+    "image_url": ("image_url",),
+    "image_pil": ("image_pil",),
+    VIDEO: (VIDEO, "url", "path"),
+    "video_url": ("video_url",),
+}
+"""Maps a kind of part to the keys that may hold its image or video: transformers', OpenAI's, vLLM's."""
+BARE = {IMAGE: {"type": IMAGE}, VIDEO: {"type": VIDEO}}  # parts of which the image or the video was taken
 
 
-def take_images(name: str, messages: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return messages with a bare {"type": "image"} for each image, as chat templates take it, and the images.
+class Media(NamedTuple):
+    """What a prompt has beside its text: its images, and its videos, as users give them, each in their own order."""
+
+    images: Sequence[Any]
+    videos: Sequence[Any]
+
+
+NO_MEDIA = Media((), ())
+
+
+def is_bare(part: Any) -> bool:
+    """Whether a part of a message stands for an image or a video that was taken."""
+    return any(part is bare for bare in BARE.values())
+
+
+def take_media(name: str, messages: Iterable[Any]) -> tuple[list[Any], Media]:
+    """Return messages with a bare {"type": "image"} for each image, as chat templates take it, and what was taken.
 
     A part with an image is {"type": "image", "image": ...}, with "url" or "path" in place of "image" too, or
     {"type": "image_url", "image_url": {"url": ...}}, whose inner mapping may be the URL itself, or {"type":
-    "image_pil", "image_pil": ...}. A part without a text may leave the type out. The given messages stay as they are.
-    name: begins the messages of errors. Raises ValueError for a part of these kinds without an image.
+    "image_pil", "image_pil": ...}. One with a video is {"type": "video", "video": [frame, ...]}, beside which "fps"
+    may stand. A part without a text may leave the type out. The given messages stay as they are.
+    name: begins the messages of errors. Raises ValueError for a part of these kinds without an image or a video.
     """
-    images: list[Any] = []
-    return [_take(f"{name}[{index}]", message, images) for index, message in enumerate(messages)], images
+    taken = Taken([], [])
+    bare = [_take(f"{name}[{index}]", message, taken) for index, message in enumerate(messages)]
+    return bare, Media(*taken)
 
 
-def _take(name: str, message: Any, images: list[Any]) -> Any:
-    """Return a message without its images, which are appended to `images`."""
+class Taken(NamedTuple):
+    """What has been taken out of messages so far."""
+
+    images: list[Any]
+    videos: list[Any]
+
+
+def _take(name: str, message: Any, taken: Taken) -> Any:
+    """Return a message without its images and videos, which are appended to those taken."""
     content = as_list(message.get("content")) if isinstance(message, Mapping) else None
     if content is None or not any(_kind_of(part) for part in content):
         return message
-    parts = []
-    for part in content:
-        if kind := _kind_of(part):
-            images.append(_image_of(name, part, kind))
-            part = BARE
-        parts.append(part)
-    return {**message, "content": parts}
+    return {**message, "content": [_take_part(name, part, taken) for part in content]}
+
+
+def _take_part(name: str, part: Any, taken: Taken) -> Any:
+    kind = _kind_of(part)
+    if kind is None:
+        return part
+    medium, source = kind.partition("_")[0], _source_of(name, part, kind)
+    if medium == VIDEO:
+        rate = next((part[key] for key in RATES if part.get(key) is not None), None)
+        taken.videos.append(with_rate(source, rate))
+    else:
+        taken.images.append(source)
+    return BARE[medium]
 
 
 def _kind_of(part: Any) -> str | None:
-    """Return the kind of a part with an image; None: it is another part."""
+    """Return the kind of a part with an image or a video; None: it is another part."""
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
@@ -49,10 +87,11 @@ def _kind_of(part: Any) -> str | None:
     return kind if isinstance(kind, str) and kind in SOURCES else None
 
 
-def _image_of(name: str, part: Mapping[str, Any], kind: str) -> Any:
-    image = next((part[key] for key in SOURCES[kind] if part.get(key) is not None), None)
-    if kind == "image_url" and isinstance(image, Mapping):
-        image = image.get("url")
-    if image is None:
-        raise ValueError(f"{name} has the part {short(part, 60)}: must have an image under {kind!r}")
-    return image
+def _source_of(name: str, part: Mapping[str, Any], kind: str) -> Any:
+    source = next((part[key] for key in SOURCES[kind] if part.get(key) is not None), None)
+    if kind.endswith("_url") and isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None:
+        a_medium = "a video" if kind.startswith(VIDEO) else "an image"
+        raise ValueError(f"{name} has the part {short(part, 60)}: must have {a_medium} under {kind!r}")
+    return source

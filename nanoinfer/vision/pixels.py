@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +14,32 @@ PIXEL_VALUES = "pixel_values"  # the one input of a tower whose numbers depend o
 # Beside pixel values that are bytes: what to subtract and to divide by, for each of a tower's frames of an image, which
 # are equal, [2, channels, frames] float32
 SCALES = "scales"
+GRIDS = "image_grid_thw"  # what Qwen's towers also take: how many frames, rows and columns of patches there are
 COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
 Pixels = Mapping[str, Tensor]
 
 
 class Source(NamedTuple):
-    """An image as a user gave it, as Opener takes it; name: begins the messages of errors; key: as ImageSpan has it."""
+    """An image as a user gave it, as Opener takes it, or a Group of a video's frames.
+
+    name: begins the messages of errors; key: as ImageSpan has it
+    """
 
     name: str
     image: Any
     key: bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tower encodes by itself: an image, or frames of a video.
+
+    key: as ImageSpan has it; count: how many embeddings are made of it; pixels: what the tower takes
+    """
+
+    key: bytes
+    count: int
+    pixels: PixelsOnDemand
 
 
 class PixelsOnDemand(Pixels):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, join
+from nanoinfer.vision.pixels import Pixels, join
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-IMAGE_TOKEN = 1  # the type of a placeholder, as transformers numbers types
 KEPT_BYTES = 16 << 20  # of positions: those of a prompt with a large image have 50,000
 
 
@@ -33,7 +32,7 @@ class Positions(NamedTuple):
 
 
 class MropePositions:
-    """Computes the positions of the tokens of prompts with images. Many prompts have the same, which threads share."""
+    """Computes the positions of prompts with images and videos. Many prompts have the same, which threads share."""
 
     def __init__(self, model: Any) -> None:
         """model: one of transformers' that has get_rope_index, which reads nothing but its config"""
@@ -53,21 +52,24 @@ class MropePositions:
         model.config = config
         return cls(model)
 
-    def compute(self, is_placeholder: np.ndarray, images: Sequence[Pixels]) -> Positions:
+    def compute(self, types: np.ndarray, shapes: Sequence[Pixels]) -> Positions:
         """Return the positions.
 
-        is_placeholder: for each token whether it is an image's placeholder, [tokens] bool
-        images: each of the prompt's, in their order
+        types: for each token whose placeholder it is, as transformers numbers these, [tokens] int: 0: none, 1: an
+            image's, 2: a video's
+        shapes: what positions depend on of each of the prompt's images and videos, in their order, by transformers'
+            names
         """
-        shapes = {name: join([image[name] for image in images]) for name in images[0] if name != PIXEL_VALUES}
-        key = b"".join([is_placeholder.tobytes(), *(shape.numpy().tobytes() for shape in shapes.values())])
+        names = sorted({name for own in shapes for name in own})
+        joined = {name: join([own[name] for own in shapes if name in own]) for name in names}
+        key = b"".join([types.tobytes(), *(name.encode() + joined[name].numpy().tobytes() for name in names)])
         known = self._kept.find(key)
         if known is None:
-            known = self._compute(is_placeholder, shapes)
+            known = self._compute(types, joined)
             self._kept.keep(key, known)
         return known
 
-    def _compute(self, is_placeholder: np.ndarray, shapes: dict[str, Tensor]) -> Positions:
-        types = torch.from_numpy(is_placeholder.astype(np.int64) * IMAGE_TOKEN)[None]
-        positions, deltas = self._model.get_rope_index(input_ids=types, mm_token_type_ids=types, **shapes)
+    def _compute(self, types: np.ndarray, shapes: dict[str, Tensor]) -> Positions:
+        of_tokens = torch.from_numpy(types.astype(np.int64))[None]
+        positions, deltas = self._model.get_rope_index(input_ids=of_tokens, mm_token_type_ids=of_tokens, **shapes)
         return Positions(array("i", positions.to(torch.int32).numpy().tobytes()), int(deltas))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class ImageSpan:
     """Neighbouring placeholders of an image in a prompt: all that it has, or one row of it where tokens end rows.
 
+    A video is as many images as there are groups of frames for which the same tokens stand.
+
     key: 16 bytes, the digest of its pixels and of the settings that made them; equal images have equal keys
     start: the first of the placeholders in the prompt
     count: how many they are
@@ -30,7 +32,7 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """A prompt with images.
+    """A prompt with images or videos.
 
     token_ids: its tokens, in which each image has its placeholders
     spans: the images' placeholders, in the order of the prompt
@@ -39,6 +41,7 @@ class VisionPrompt:
     delta: what to add to a later token's place to have its position
     pixels: for each span what the tower takes, which may be made when it is read; spans of one image have the same
         object
+    counts: how many placeholders each image and each video has, by its name in the prompt, such as "image 0"
     """
 
     token_ids: list[int]
@@ -46,6 +49,7 @@ class VisionPrompt:
     positions: array[int] | None
     delta: int
     pixels: tuple[Mapping[str, Tensor], ...]
+    counts: Mapping[str, int]
 
     def followed_by(self, token_ids: list[int]) -> VisionPrompt:
         """Return this prompt with further tokens, which are no image's."""
@@ -57,14 +61,9 @@ class VisionPrompt:
         return replace(self, token_ids=self.token_ids + token_ids, positions=positions)
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """Which of its images has the most placeholders, and how many."""
-        counts: list[int] = []
-        for span in self.spans:
-            if span.first == 0:
-                counts.append(0)
-            counts[-1] += span.count
-        return max(enumerate(counts), key=itemgetter(1))
+    def largest(self) -> tuple[str, int]:
+        """Which of its images and videos has the most placeholders, and how many."""
+        return max(self.counts.items(), key=itemgetter(1))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
-from nanoinfer.vision.pixels import COUNT, PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
+from nanoinfer.vision.pixels import COUNT, GRIDS, PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
 from nanoinfer.weights.sources import OfTower
@@ -20,7 +20,7 @@ from nanoinfer.weights.sources import OfTower
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
+SIZES = "image_sizes"  # an input of Mistral's tower
 OF_VALUES = (PIXEL_VALUES, SCALES)
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,16 @@ from cases.case import Case, build
 from cases.multimodal import MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.processor import VisionProcessor
+from nanoinfer.vision.videos.kinds import CLASSES
 
 VOCAB = 2080  # the bundled tokenizer's, and further special tokens
-IMAGE, BEGIN, END = "<image>", "<begin>", "<end>"
+IMAGE, VIDEO, BEGIN, END = "<image>", "<video>", "<begin>", "<end>"
+VIDEO_PROMPT = f"{BEGIN}{VIDEO}{END}"  # what stands for a video in a prompt
+VIDEO_SETTINGS = {"size": {"shortest_edge": 56 * 56, "longest_edge": 96 * 96 * 4}}  # of a frame, or of all
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER"
+    "{% elif part.type == 'video' %}VIDEO{% else %}{{ part.text }}"
     "{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
 )
 
@@ -44,10 +49,15 @@ class Seeing:
     outer: dict[str, Any] | None = None
     text: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the class does."""
+        return MULTIMODAL[self.case].architecture in CLASSES
+
     def make_processor(self) -> Any:
         """Return transformers' processor, which takes no videos here: those need torchvision."""
         tokenizer = _tokenizer()
-        tokenizer.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", self.prompt)
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", self.prompt).replace("VIDEO", VIDEO_PROMPT)
         with patch.object(transformers.ProcessorMixin, "check_argument_for_proper_class"):
             processor = self.processor(tokenizer)
         processor.chat_template = tokenizer.chat_template
@@ -60,6 +70,9 @@ class Seeing:
         processor.tokenizer.save_pretrained(folder)
         tokenizer = processor.tokenizer
         outer = {"image_token_id": tokenizer.image_token_id, **(self.outer or {})}
+        if self.takes_videos:
+            outer["video_token_id"] = tokenizer.video_token_id
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_SETTINGS))
         case: Case = MULTIMODAL[self.case]
         settings = {**case.settings, "vocab_size": VOCAB, **self.text}
         return build(replace(case, settings=settings, vision={**self.vision}, outer=outer), folder)
@@ -73,7 +86,9 @@ def _tokenizer() -> PreTrainedTokenizerBase:
         "audio_token": "<audio>",
         "boa_token": "<begin_audio>",
         "eoa_token": "<end_audio>",
-        "video_token": "<video>",
+        "video_token": VIDEO,
+        "vision_start_token": BEGIN,
+        "vision_end_token": END,
         "break_token": "[IMG_BREAK]",
         "end_token": "[IMG_END]",
     }
@@ -132,7 +147,7 @@ CLIPPED = {"use_clipped_linears": True, "standardize": True}
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
 QWEN = f"{BEGIN}{IMAGE}{END}"
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-    "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+    "fullatt_block_indexes": [1], "window_size": 56, "tokens_per_second": 2}  # fmt: skip
 DEEP = {**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]}
 QWEN3_PROCESSOR = _qwen("Qwen3VLProcessor", 16)
 

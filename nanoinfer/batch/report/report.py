@@ -10,7 +10,7 @@ from nanoinfer.batch.errors import Errors
 from nanoinfer.batch.lines import Line
 from nanoinfer.batch.report.charts import Histogram, OverTime
 from nanoinfer.batch.report.page import Result, make_page
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput
 
 MOST_BUCKETS = 240  # of the run's time; once there are more, each takes twice the time

@@ -11,9 +11,9 @@ from nanoinfer.attention.cache_layout import CacheGroup
 from nanoinfer.engine.beams.hypotheses import Hypotheses, Likeliest
 from nanoinfer.engine.beams.rules import Candidate, Rules
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.scheduler import Chunk, PrefillStep
+from nanoinfer.engine.results.step_result import StepResult, planned
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.step_result import StepResult, planned
+from nanoinfer.engine.step import Chunk, PrefillStep
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
@@ -192,7 +192,7 @@ class BeamSearches:
             search.hypotheses.fail()
             going_on = []
             for seq in search.seqs:
-                self._blocks.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+                self._blocks.prefixes.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
         search.seqs = self._descend(search.seqs, going_on)
 
     def _descend(self, seqs: list[Sequence], going_on: list[Candidate]) -> list[Sequence]:

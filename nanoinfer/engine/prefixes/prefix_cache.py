@@ -1,11 +1,13 @@
-"""PrefixCache: finds what the KV cache holds of a sequence's first tokens, and records what sequences fill."""
+"""PrefixCache: finds what the KV cache holds of a sequence's first tokens, records what sequences fill, and forgets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
+from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 
@@ -34,9 +36,12 @@ class CachedPrefix:
 class PrefixCache:
     """The tree of prefixes, as sequences meet it: with their tokens and block tables."""
 
-    def __init__(self, layout: CacheLayout, tree: PrefixTree, states: StateSlots | None = None) -> None:
-        """states: given if a sequence needs a snapshot of states to go on behind a prefix."""
-        self._groups, self._size, self._states = layout.groups, layout.prefix_size, states
+    def __init__(
+        self, layout: CacheLayout, tree: PrefixTree, states: StateSlots | None = None, tier: HostTier | None = None
+    ) -> None:
+        """states: given if a sequence needs a snapshot of states to go on; tier: if host memory keeps content, too."""
+        self._groups, self._size = layout.groups, layout.prefix_size
+        self._states, self._tier = states, tier
         self._counts = layout.counts
         self._places = [sum(self._counts[:index]) for index in range(len(self._counts))]
         self.tree = tree
@@ -90,7 +95,7 @@ class PrefixCache:
 
         A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
         """
-        size, node, tree = self._size, seq.node, self.tree
+        size, node, tree, num_known = self._size, seq.node, self.tree, len(attached)
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
             index, before = seq.num_nodes, len(attached)
             node = seq.node = tree.child(node, seq.content(index * size, (index + 1) * size))
@@ -104,3 +109,54 @@ class PrefixCache:
             seq.num_nodes = index + 1
             if len(attached) == before:
                 tree.prune(node)  # it is empty if a window of one token has left all of it behind
+        if self._tier is not None:
+            self._tier.note_filled(attached[num_known:])
+
+    def forget_all(self, seqs: Iterable[Sequence]) -> None:
+        """Let no later sequence share what has been computed so far.
+
+        seqs: all sequences that hold blocks. No other sequence finds what they fill from now on
+        """
+        if self._states is not None:
+            self._states.drop_snapshots()
+        if self._tier is not None:
+            self._tier.clear()
+        self.tree.clear()
+        for seq in seqs:
+            seq.node = None
+
+    def forget_adapter(self, adapter: int, seqs: Iterable[Sequence]) -> list[int]:
+        """Let no later sequence share what has been computed so far with the adapter in a slot.
+
+        seqs: its sequences that hold blocks. No other sequence finds what they fill from now on
+        Returns the blocks whose content is forgotten, among others NONE.
+        """
+        for seq in seqs:
+            seq.node = None
+        nodes = self.tree.uproot(adapter)
+        for node in nodes:
+            if self._tier is not None:
+                self._tier.drop(node)
+            self._cut(node)
+        return [block_id for node in nodes for block_id in node.blocks]
+
+    def forget(self, seq: Sequence) -> None:
+        """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
+        node, seq.node = seq.node, None
+        while node is not None:
+            self._cut(node)
+            node = node.parent
+
+    def _cut(self, node: Node) -> None:
+        if self._states is not None:
+            self._states.drop(node)
+        self.tree.cut(node)
+
+    def lose_blocks(self) -> None:
+        """Let nodes know nothing of blocks any more, whose content is gone; what host memory holds stays."""
+        if self._tier is None:
+            self.forget_all([])
+            return
+        self.tree.detach_all()
+        if self._states is not None:
+            self._states.drop_snapshots()

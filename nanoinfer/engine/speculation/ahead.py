@@ -11,12 +11,14 @@ class Ahead:
 
     end: the sequence has at most so many tokens before it ends or starts again as a long one
     most_guesses: in a step; 0: it may not guess, so that each step gives it exactly one token
+    drafted: a draft model has the keys of so many first tokens; None: of all but the last two
     """
 
     end: int
     most_guesses: int
     num_steps: int = 0
     most_tokens: int = 0
+    drafted: int | None = None
 
     def reach(self, guesses: int) -> int:
         """Return how many tokens a step with places for so many guesses may give the sequence."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from itertools import pairwise
 
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
-NEWEST = 1 / 4  # the weight of the newest step in what guesses have brought lately
+NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
 
@@ -20,8 +21,8 @@ class Budget:
     It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
     alike, if they have the same table.
 
-    What guesses bring, tokens for each row that may guess, is known by the places that such a row had. A size that has
-    not run lately is tried now and then, if it could be the best.
+    What guesses bring, tokens for each row that may guess, is known by the places that such a row has. A step also says
+    what fewer places would have brought. A size with more of them is tried now and then, if it could be the best.
     """
 
     def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
@@ -62,7 +63,7 @@ class Budget:
         others = [
             guesses
             for guesses in options
-            if guesses != best and self._most(num_rows, num_guessing, guesses) > rates[best]
+            if guesses > best and self._most(num_rows, num_guessing, guesses) > rates[best]
         ]
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
@@ -77,14 +78,20 @@ class Budget:
         """Return the fewest places that a verifying step of so many rows has; 0: there is no such step."""
         return min(self._options_of(num_rows), default=0)
 
-    def note(self, num_guessing: int, guesses: int, num_accepted: int) -> None:
-        """Learn from a step that had places for guesses; num_accepted: tokens that these have brought."""
-        if num_guessing:
-            places, gain = self._places(guesses, num_guessing), num_accepted / num_guessing
-            before = self._gains.get(places, gain)
-            is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
-            self._gains[places] = gain if is_old else before + NEWEST * (gain - before)
-            self._noted[places] = self._num_steps
+    def note(self, guesses: int, held: ListLike[int]) -> None:
+        """Learn from a step that had places for guesses; held: of each row that may guess, how many of these held."""
+        if not held:
+            return
+        most = self._places(guesses, len(held))
+        for places in {*range(1, most), most}:
+            kept = sum(held) if places == most else sum(min(count, places) for count in held)
+            self._learn(places, kept / len(held))
+
+    def _learn(self, places: int, gain: float) -> None:
+        before = self._gains.get(places, gain)
+        is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
+        self._gains[places] = gain if is_old else before + NEWEST * (gain - before)
+        self._noted[places] = self._num_steps
 
     def _options_of(self, num_rows: int) -> list[int]:
         index = bisect_left(self._rows, num_rows)

@@ -13,7 +13,7 @@ NO_FAULT = 0
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens of a step. Numbers below 0 are faults, as engine.faults knows them.
+    """The tokens of a step. Numbers below 0 are faults, as engine.results.faults knows them.
 
     firsts: each sequence's first token or its fault; NO_FAULT where it had ended on the device
     tokens: what each sequence is to get, several in a list, none that is a fault

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import cast
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.step import Chunk, DecodeStep, Step
 from nanoinfer.runner.logits.settings import may_guess
 
 
@@ -35,11 +36,15 @@ class SpeculatingScheduler(Scheduler):
         long_from: int | None,
         budget: Budget,
         max_guesses: int,
+        has_draft: bool = False,
     ) -> None:
-        """budget: says how many guesses a step has places for; the others: as for Scheduler and LLM."""
+        """budget: says how many guesses a step has places for; the others: as for Scheduler and LLM.
+
+        has_draft: a draft model makes the guesses
+        """
         super().__init__(block_manager, max_num_seqs, max_num_batched_tokens, long_from)
         self.budget = budget
-        self._max_guesses = max_guesses
+        self._max_guesses, self._has_draft = max_guesses, has_draft
         self._num_verifying = 0  # steps in flight
         self._is_exact = True  # whether each Ahead is out of use, as is while Scheduler's loops plan and read
 
@@ -48,7 +53,8 @@ class SpeculatingScheduler(Scheduler):
         if self.long_from is not None and not seq.is_long:
             end = min(end, self.long_from + 1)  # then it starts again
         # The prompt's last chunk gives the first token.
-        seq.ahead = Ahead(end, self._max_guesses if may_guess(seq.params) else 0, num_steps=1, most_tokens=1)
+        most_guesses = self._max_guesses if may_guess(seq.params) else 0
+        seq.ahead = Ahead(end, most_guesses, num_steps=1, most_tokens=1, drafted=len(seq))
         seq.check_at = self.block_manager.next_end(len(seq))
         super()._start(seq)
 
@@ -91,6 +97,8 @@ class SpeculatingScheduler(Scheduler):
             return
         self._is_exact = True
         self.full.clear()
+        if self._has_draft:
+            self._plan_draft(list(self.running), 0)
         for seq in self.running:
             if seq.status is SequenceStatus.RUNNING:
                 self._check(seq)
@@ -120,6 +128,7 @@ class SpeculatingScheduler(Scheduler):
         if not self.decoding:
             return None
         seqs, due, longest, append = self.decoding.copy(), [], 0, self.block_manager.append
+        lacking = self._plan_draft(seqs, guesses) if self._has_draft else []
         grown = [(seq, *place) for seq in self.full for place in append(seq, _count(seq, guesses))]
         self.full.clear()
         for seq in seqs:
@@ -133,7 +142,24 @@ class SpeculatingScheduler(Scheduler):
                 due.append(seq)  # it may have come that far when the step is read back
             self._check(seq)
         self._num_verifying += guesses > 0
-        return DecodeStep(seqs, grown, due, longest, guesses)
+        return DecodeStep(seqs, grown, due, longest, guesses, lacking)
+
+    def _plan_draft(self, seqs: list[Sequence], guesses: int) -> list[Chunk]:
+        """Return what a draft model has to compute before a step with places for so many guesses; 0: a plain step.
+
+        It has no part in plain steps. A verifying step computes the last two tokens of a sequence; it lacks the keys of
+        others only where a plain step came since the last one that verifies. At most one step is in flight.
+        """
+        lacking = []
+        for seq in seqs:
+            own = _ahead(seq)
+            if guesses == 0 and own.drafted is None:
+                own.drafted = max(0, len(seq) - 2)
+            elif guesses and own.most_guesses and own.drafted is not None:
+                if own.drafted < len(seq) + own.most_tokens - 2:
+                    lacking.append(Chunk(seq, own.drafted, len(seq), is_last=False))
+                own.drafted = None
+        return lacking
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int | list[int]]]) -> tuple[list[Sequence], int]:
         """Take the tokens of the oldest step in flight, as Scheduler does; a list has those that a sequence got."""
@@ -141,7 +167,7 @@ class SpeculatingScheduler(Scheduler):
             return super().postprocess(step, cast(Iterable[tuple[Sequence, int]], tokens))
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
-        guesses, num_guessing, num_accepted = step.guesses, 0, 0
+        guesses, held = step.guesses, list[int]()
         for seq, drawn in tokens:
             new = drawn if isinstance(drawn, list) else [drawn]
             if seq.is_finished:
@@ -151,8 +177,7 @@ class SpeculatingScheduler(Scheduler):
             own.num_steps -= 1
             own.most_tokens -= own.reach(guesses)
             if own.most_guesses:
-                num_guessing += 1
-                num_accepted += max(0, len(new) - 1)
+                held.append(max(0, len(new) - 1))
             num_taken = self._take(seq, new)
             num_dropped += len(new) - num_taken
             seq.num_accepted_tokens += max(0, num_taken - 1)
@@ -160,7 +185,7 @@ class SpeculatingScheduler(Scheduler):
                 ended.append(seq)
         if guesses:
             self._num_verifying -= 1
-            self.budget.note(num_guessing, guesses, num_accepted)
+            self.budget.note(guesses, held)
         return ended, num_dropped
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:

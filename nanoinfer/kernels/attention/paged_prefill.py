@@ -17,6 +17,7 @@ from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import RESERVED_BYTES, shared_memory
 
 MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
+MOST_TOGETHER = 4  # heads of a program
 QUERIES_AT_ONCE = 512  # the reference takes so many, where it computes a mask, so that this drops few scores
 
 
@@ -159,8 +160,8 @@ def paged_prefill_triton(
     if max_query_len == 0:
         return out
     factor, cap = in_log2(scale, softcap)
-    tiles = choose_tiles(q, max_query_len)
-    grid = (heads * tiles.parts, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
+    tiles = choose_tiles(q, max_query_len, heads // kv_heads)
+    grid = (heads // tiles.heads * tiles.parts, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -183,7 +184,8 @@ def paged_prefill_triton(
         CAP=cap,
         SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
-        BLOCK_M=tiles.queries,
+        QUERIES=tiles.queries,
+        HEADS=tiles.heads,
         BLOCK_N=math.gcd(block_size, tiles.keys),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PARTS=tiles.parts,
@@ -197,6 +199,7 @@ class Tiles(NamedTuple):
     """How the programs of a prefill run.
 
     queries: of a program; keys: that it reads at a time; stages: how many reads are on their way
+    heads: of one KV head, whose queries a program has
     parts: how many programs share the numbers of a result, each with all scores: for more queries than the registers
         of one program have results for
     """
@@ -205,11 +208,15 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+    heads: int = 1
     parts: int = 1
 
 
-def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
-    """Return the tiles that are the fastest on an H200, if they fit; q, max_query_len: as for paged_prefill_triton."""
+def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
+    """Return the tiles that are the fastest on an H200 or H100, if they fit.
+
+    q, max_query_len: as for paged_prefill_triton; group: heads of a KV head
+    """
     head_dim = triton.next_power_of_2(q.shape[2])
     if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
         if q.dtype == torch.float32:
@@ -221,18 +228,17 @@ def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
     else:
-        small, large, is_long = (
-            Tiles(64, 64, 4, 3),
-            Tiles(128, 128, 8, 3),
-            max_query_len >= MANY_QUERIES and head_dim == 128,
-        )
+        # Heads that share keys waste less at the diagonal, where a tile of queries sees a part of a tile of keys.
+        together = math.gcd(group, MOST_TOGETHER)
+        small = Tiles(64, 64, 4, 3) if together == 1 else Tiles(64 // together, 32, 4, 2, together)
+        large, is_long = Tiles(128, 128, 8, 3), max_query_len >= MANY_QUERIES and head_dim == 128
     return large if is_long and fits(large, q) and q.dtype != torch.float32 else small
 
 
 def fits(tiles: Tiles, q: Tensor) -> bool:
     """Return whether a program has shared memory for its queries, and for two tiles of keys and two of values."""
     block_d = triton.next_power_of_2(q.shape[2])
-    numbers = (tiles.queries + 2 * tiles.keys) * block_d + 2 * tiles.keys * block_d // tiles.parts
+    numbers = (tiles.queries * tiles.heads + 2 * tiles.keys) * block_d + 2 * tiles.keys * block_d // tiles.parts
     return numbers * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
 
 
@@ -259,28 +265,35 @@ def _paged_prefill_kernel(
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     # The programs with the most keys come first. The heads that share a KV head run side by side.
-    head, tile, seq = tl.program_id(0) // PARTS, tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    first_head, tile, seq = (
+        tl.program_id(0) // PARTS * HEADS,
+        tl.num_programs(1) - 1 - tl.program_id(1),
+        tl.program_id(2),
+    )
     begin = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
     context_len = tl.load(context_lens_ptr + seq)
-    if (tile * BLOCK_M < query_len) & (context_len > 0):
-        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if (tile * QUERIES < query_len) & (context_len > 0):
+        BLOCK_M: tl.constexpr = QUERIES * HEADS  # lanes: all queries of a head, then those of the next
+        lane = tl.arange(0, BLOCK_M)
+        m, head = tile * QUERIES + lane % QUERIES, first_head + lane // QUERIES
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, BLOCK_D)
         own_d = tl.program_id(0) % PARTS * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)  # of the results
         q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
         token = (begin + m).to(tl.int64)[:, None]
-        q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+        q = tl.load(q_ptr + token * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
         table = block_tables_ptr + seq * table_stride
         position = context_len - query_len + m  # of each query in its sequence
-        first_position = context_len - query_len + tile * BLOCK_M
-        end = tl.minimum(context_len, first_position + BLOCK_M)
+        first_position = context_len - query_len + tile * QUERIES
+        end = tl.minimum(context_len, first_position + QUERIES)
         last = position  # the last key that each query sees
         if ends_ptr is not None:
             last = tl.load(ends_ptr + begin + m, mask=m < query_len, other=0) - 1
@@ -289,7 +302,7 @@ def _paged_prefill_kernel(
         first_key, full, full_end = 0, 0, (first_position + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
             first_key = tl.maximum(first_position + 1 - WINDOW, 0)
-            full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
+            full = tl.minimum(tl.cdiv(tl.maximum(first_position + QUERIES - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
         if IN_FP8:
             factor *= tl.load(kv_scales_ptr)
         top = tl.full([BLOCK_M], -1e30, tl.float32)
@@ -304,7 +317,7 @@ def _paged_prefill_kernel(
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
                 block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
                 key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-                key = key[:, None] + (head // GROUP) * HEAD_DIM
+                key = key[:, None] + (first_head // GROUP) * HEAD_DIM
                 k_mask, v_mask = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :]
                 if part != 1:
                     is_there = ((start + n >= first_key) & (start + n < context_len))[:, None]
@@ -326,6 +339,6 @@ def _paged_prefill_kernel(
                 top = new_top
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
-        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + own_d[None, :]
+        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + own_d[None, :]
         out_mask = (m < query_len)[:, None] & (own_d < HEAD_DIM)[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)

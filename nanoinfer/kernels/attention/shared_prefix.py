@@ -56,7 +56,7 @@ def attend_to_prefixes(
     factor, cap = in_log2(scale, softcap)
     tiles = Tiles(TILE_QUERIES, 128, 4, 2)  # the fastest on an H200
     if q.itemsize > 2 or head_dim > 128 or not fits(tiles, q):
-        tiles = choose_tiles(q, TILE_QUERIES)
+        tiles = choose_tiles(q, TILE_QUERIES, group=1)
     most_parts = max_parts(rows if queries is None else len(queries.starts) - 1)
     results = torch.empty((most_parts, rows, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)

@@ -27,6 +27,14 @@ class RowColumns(NamedTuple):
     deltas: Tensor | None
     adapters: Tensor | None
 
+    def at(self, index: slice | Tensor) -> RowColumns:
+        """Return what some of them have."""
+
+        def of(column: Tensor | None) -> Any:
+            return None if column is None else column[index]
+
+        return RowColumns(*map(of, self))
+
 
 def gather_rows(columns: RowColumns, row_of: Tensor) -> RowColumns:
     """Return what each place has of its row; row_of: [places] int32."""

@@ -90,7 +90,7 @@ def pack_guesses_reference(rows: GuessingRows, places: Places, vocab_size: int, 
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
     wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
     if not are_free or wanted.sum() > num_places:
-        wanted = torch.minimum(wanted, limits)
+        wanted = torch.minimum(wanted, limits).clamp(min=0)  # an empty row's limit is negative
     level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
     taken, has_more = torch.minimum(wanted, level), wanted > level
     taken += has_more & (has_more.cumsum(0) <= num_places - taken.sum())
@@ -173,7 +173,7 @@ def _pack_kernel(
     tl.store(kept_limits_ptr + row, limit, mask=mask)
     if ARE_FREE:
         limit = tl.where(tl.sum(wanted) > places, limit, MOST)
-    wanted = tl.minimum(wanted, limit)
+    wanted = tl.maximum(tl.minimum(wanted, limit), 0)  # an empty row's limit is negative
     level = 0  # that all may have
     for most in tl.static_range(1, MOST + 1):
         level += (tl.sum(tl.minimum(wanted, most)) <= places).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Matrix products so small that the device computes all of their tiles at once, one on each multiprocessor.
+"""Matrix products so small that the device computes all of their tiles at once, one or two on each multiprocessor.
 
 Such a product takes no longer than a launch and one access to memory. cuBLAS launches only after the kernel before has
 ended. If the tiles are too few for the multiprocessors, cuBLAS computes pieces and adds them up in another launch. The
@@ -29,6 +29,8 @@ SMALL = 1 << 20  # numbers of a weight; cuBLAS takes longer to launch than such 
 LARGE = 8 << 20  # numbers of a weight; the limits for larger ones were measured with 3,584 to 5,120 outputs on an H200
 LONG = 2048  # inputs; cuBLAS computes tiles of more than 64 tokens and so many inputs in less time
 MIN_BUSY = 0.7  # the share of the multiprocessors that must have a tile
+FEW_TOKENS = 16  # up to here, memory has the time, and two tiles on a multiprocessor take no longer than one by one
+MOST_TILES = 2  # on a multiprocessor, of few tokens and gates: so many still save the launch of the activation
 MAX_PIECES = 8
 MAX_STAGES = 5
 BLOCK_K = 128
@@ -57,18 +59,19 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     multiprocessors = num_multiprocessors(x.device)
     wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
     tiles = math.prod(wave.grid)
-    if tiles > multiprocessors or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
+    room = multiprocessors * (MOST_TILES if gated and len(x) <= FEW_TOKENS else 1)
+    if tiles > room or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
         return None
     if len(x) > 64 and wave.pieces == 1 and in_features >= LONG:
         return None
     # Reading a large weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
-    is_idle = weight.numel() > LARGE and len(x) > 16 and tiles < MIN_BUSY * multiprocessors
+    is_idle = weight.numel() > LARGE and len(x) > FEW_TOKENS and tiles < MIN_BUSY * multiprocessors
     return None if is_idle else wave
 
 
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:
     """Cut a product into tiles. If these are few, cut smaller tiles, or pieces if the product may be split."""
-    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_m = FEW_TOKENS if tokens <= FEW_TOKENS else 32 if tokens <= 32 else 64
     token_tiles, block_n = triton.cdiv(tokens, block_m), 64
     if block_m == 64 and not may_split and 2 * token_tiles * triton.cdiv(out_features, 64) <= multiprocessors:
         block_n = 32
@@ -96,6 +99,7 @@ def one_wave_linear(
     dtype = x.dtype if wave.pieces == 1 else torch.float32
     out = torch.empty((wave.pieces, tokens, out_features), dtype=dtype, device=x.device)
     stage = (wave.block_m + wave.block_n * (2 if gated else 1)) * BLOCK_K * x.itemsize
+    neighbours = min(MOST_TILES, triton.cdiv(math.prod(wave.grid), num_multiprocessors(x.device)))
     _one_wave_kernel[wave.grid](
         x,
         weight,
@@ -111,7 +115,7 @@ def one_wave_linear(
         BLOCK_N=wave.block_n,
         BLOCK_K=BLOCK_K,
         num_warps=4,
-        num_stages=min(MAX_STAGES, shared_memory(x.device) // stage),
+        num_stages=min(MAX_STAGES, shared_memory(x.device) // (neighbours * stage)),
         **early_launch(x),
     )
     return out if wave.pieces > 1 else out[0]

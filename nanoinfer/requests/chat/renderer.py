@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.checks import as_list, short
 from nanoinfer.requests.chat.template_forms import CALL, Message, Takes, TemplateForms
 from nanoinfer.requests.chat.template_names import TemplateNames
-from nanoinfer.vision.messages import BARE
+from nanoinfer.vision.messages import is_bare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,9 @@ log = logging.getLogger("nanoinfer")
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
 TEXT_ONLY = "this model is run as text only; LLM(images=True) sees, or says why it cannot"
-TEXT_AND_IMAGES = "must be texts, and images as {'type': 'image', 'image': ...}; give frames of a video as images"
+TEXT_AND_IMAGES = (
+    "must be texts, images as {'type': 'image', 'image': ...}, and videos as {'type': 'video', 'video': [frame, ...]}"
+)
 MOST_SHOWN = 60  # characters of a message in an error message
 MOST_TEMPLATES = 16  # so many are remembered
 
@@ -30,7 +32,7 @@ MOST_TEMPLATES = 16  # so many are remembered
 class ChatRenderer:
     """Renders chats by a tokenizer's chat templates. Raises ValueError for what is no chat or no text.
 
-    sees: a part of a message may be BARE, for which the template writes what stands for an image
+    sees: a part of a message may be bare, for which the template writes what stands for an image or a video
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sees: bool = False) -> None:
@@ -116,11 +118,11 @@ def _check(name: str, message: Any, sees: bool) -> Message:
 
 
 def _other_content(message: Message) -> str | None:
-    """Return the type of content that is neither text nor a BARE, or the key that names it; None if there is none."""
+    """Return the type of content that is neither text nor bare, or the key that names it; None if there is none."""
     content = message.get("content")
     entries = [content] if isinstance(content, Mapping) else content if isinstance(content, list) else []
     for entry in entries:
-        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text") and entry is not BARE:
+        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text") and not is_bare(entry):
             return str(entry["type"])
     given = [key for item in (message, *entries) if isinstance(item, Mapping) for key in item if _is_given(item[key])]
     return other_medium(given)
@@ -144,7 +146,7 @@ def _form(name: str, message: Message, takes: Callable[[str], Takes]) -> Message
     if isinstance(content, str):
         return message if forms.plain else {**message, "content": forms.write([content] if content else [])}
     parts = [_part(name, part) for part in content]
-    if any(part is BARE for part in parts):
+    if any(map(is_bare, parts)):
         if forms.plain and not forms.structured:
             raise ValueError(f"{name}: the chat template takes no images in a message of role {message['role']!r}")
         return {**message, "content": parts}
@@ -154,8 +156,9 @@ def _form(name: str, message: Message, takes: Callable[[str], Takes]) -> Message
 
 def _part(name: str, part: Any) -> dict[str, Any]:
     """Return a part of a message's content as templates expect it."""
-    if part is BARE:
-        return BARE
+    if is_bare(part):
+        bare: dict[str, Any] = part
+        return bare
     if isinstance(part, str):
         part = {"text": part}
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

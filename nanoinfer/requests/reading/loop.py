@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
 from nanoinfer.config import Config
-from nanoinfer.engine.stats import Rates
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.stats import Rates
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
 from nanoinfer.requests.prompts import Prepared

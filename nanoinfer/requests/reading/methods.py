@@ -13,7 +13,6 @@ from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
@@ -25,6 +24,7 @@ from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import Pairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, settings_for, texts_of
+from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -96,8 +96,9 @@ class ReadsTexts(LoadsAdapters):
         adapter: as in SamplingParams, for all texts
         lora_request: as for generate; for an iterator, one for all
 
-        Raises ValueError, before anything runs, as generate does, and for what the checkpoint does not allow. Of an
-        iterator's texts it is raised when their turn comes.
+        Raises ValueError as generate does, and for what the checkpoint does not allow. Tokens are checked while the
+        first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
+        latest. Of an iterator's texts the error is raised when their turn comes.
         """
         with self.engine.alike():
             reading = self._embedding(prompt_name, dimensions)
@@ -255,8 +256,7 @@ class ReadsTexts(LoadsAdapters):
             for name in set(adapters if isinstance(adapters, list) else [adapters]):
                 if name is not None:
                     self.engine.adapters.check_is_loaded(name)
-            most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
-            texts = texts_of(prompts, reading, self._inputs, adapters, most_tokens)
+            texts = texts_of(prompts, reading, self._inputs, adapters)
         if isinstance(prompts, Iterator):
             return Stream(self._stream_reads(texts, reading, use_tqdm))
         with no_full_collection():

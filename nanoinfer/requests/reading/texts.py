@@ -1,4 +1,4 @@
-"""The texts of a call that reads them: all checked before the first runs, or as an iterator gives them."""
+"""The texts of a call that reads them: those of a list, or as an iterator gives them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
-from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
 from nanoinfer.requests.settings import AdapterNames, Settings
 from nanoinfer.sampling_params import SamplingParams
 
+CHECKED_IN_A_TURN = 2  # texts of a list, so that a bad one is found half-way at the latest
 IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
 SomePrompts = Prompt | ListLike[Prompt]
@@ -78,24 +79,29 @@ class SomeTexts(ABC):
 
 
 class ListedTexts(SomeTexts):
-    """Those of a list, all checked."""
+    """Those of a list. Their tokens are checked beside the device, twice as fast as it takes them."""
 
-    def __init__(self, prompts: CallPrompts, trim: Callable[[Prepared], Prepared], most_tokens: int) -> None:
-        """most_tokens: as for CallPrompts.take"""
-        self.count = prompts.count
-        self.prompts = prompts
-        self._trim, self._most_tokens = trim, most_tokens
-        self._taken: deque[Prepared] = deque()
+    def __init__(
+        self,
+        coming: list[ComingRequest],
+        finish: Callable[[ComingRequest], Prepared],
+        trim: Callable[[Prepared], Prepared],
+    ) -> None:
+        """finish: as for CallPrompts"""
+        self.count = len(coming)
+        self._coming, self._finish, self._trim = deque(coming), finish, trim
+        self._ready: deque[Prepared] = deque()
 
     def take(self) -> Prepared | None:
-        """Return the next text, ready to run; None: there is none left."""
-        if not self._taken:
-            self._taken.extend(self.prompts.take(self._most_tokens))
-        return self._trim(self._taken.popleft()) if self._taken else None
+        """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
+        for _ in range(min(CHECKED_IN_A_TURN, len(self._coming))):
+            self._ready.append(self._trim(self._finish(self._coming.popleft())))
+        return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
         """Let no thread begin to prepare images of texts that have not been taken."""
-        self.prompts.close()
+        for coming in self._coming:
+            coming.cancel()
 
 
 class ComingTexts(SomeTexts):
@@ -132,11 +138,10 @@ def texts_of(
     reading: Reading[SomeOutput],
     inputs: Inputs,
     adapters: AdapterNames,
-    most_tokens: int,
 ) -> SomeTexts:
-    """Return the texts of a call. adapters: one for all, or one each; most_tokens: of a step
+    """Return the texts of a call. adapters: one for all, or one each
 
-    Raises ValueError for a list of which a prompt cannot work.
+    Raises ValueError for a list of which an entry is no prompt.
     """
     if isinstance(prompts, Iterator):
         if isinstance(adapters, list):
@@ -150,6 +155,5 @@ def texts_of(
         made = {name: settings_for(reading.read, name) for name in set(names)}
         return [made[name] for name in names]
 
-    return ListedTexts(
-        inputs.check_texts(reading.name, prompts, settings_of, reading.put_before), reading.trim, most_tokens
-    )
+    coming = inputs.begin_texts(reading.name, prompts, settings_of, reading.put_before)
+    return ListedTexts(coming, inputs.finish, reading.trim)

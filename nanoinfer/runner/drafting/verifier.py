@@ -9,18 +9,21 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Guesses
 from nanoinfer.config import Config
-from nanoinfer.drafting.drafter import Drafter, RowTexts
+from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.suffix import SuffixDrafter
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.draft_steps import DraftSteps
+from nanoinfer.runner.drafting.proposer import Proposer, TextProposer
 from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
 from nanoinfer.runner.logits.lines import Drawn
+from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.plan import total_bytes
-from nanoinfer.runner.message import PrefillMessage
+from nanoinfer.runner.message import DecodeMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
 
 Draw = Callable[[Places, Guesses | None], Tensor]
@@ -30,9 +33,12 @@ class Verifier:
     """Proposes guesses for the rows of a batch, gives them places in a step, and keeps those that hold.
 
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
+    draft: of a draft model; None: there is none
     """
 
-    def __init__(self, config: Config, tp: TensorParallel, batch: InputBatch, rows: DraftingRows) -> None:
+    def __init__(
+        self, config: Config, tp: TensorParallel, batch: InputBatch, rows: DraftingRows, holdings: Holdings
+    ) -> None:
         """rows: of the batch, which moves them. All ranks make theirs together, for as many texts."""
         device = batch.device
         self._batch, self._rows = batch, rows
@@ -41,14 +47,23 @@ class Verifier:
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
         self.texts = Texts(tp.min(count, device), config.max_model_len, device)
+        self.draft = None
+        if config.draft is not None:
+            self.draft = DraftSteps(config, tp, batch, rows, self.texts, holdings)
         asked = config.speculation
-        self._drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
+        drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
+        self._proposer: Proposer = self.draft or TextProposer(drafter, self.texts, rows, self._most)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
 
-    def update(self, message: PrefillMessage) -> None:
-        """Take the texts of the sequences that join with a step, before it runs."""
+    def update(self, message: StepMessage) -> None:
+        """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
+        if isinstance(message, DecodeMessage):
+            if message.lacking:
+                assert self.draft is not None
+                self.draft.catch_up(message.lacking)
+            return
         joining = [join.drafting for join in message.joins if join.drafting is not None]
         assert len(joining) == len(message.joins)
         if joining:
@@ -85,11 +100,8 @@ class Verifier:
 
     def _fill(self, places: Places) -> None:
         """Propose guesses for the first rows, and pack them into places behind these."""
-        texts, batch, rows, num_rows = self.texts, self._batch, self._rows, len(places.first)
-        own = RowTexts(texts.tokens, texts.lengths, texts.members, rows.texts[:num_rows], rows.groups[:num_rows])
-        proposed, counts = self._drafter.propose(own, self._most)
-        _check("guesses", proposed, (num_rows, self._most), batch.device)
-        _check("counts", counts, (num_rows,), batch.device)
+        batch, rows, num_rows = self._batch, self._rows, len(places.first)
+        proposed, counts = self._proposer.propose(num_rows, len(places.tokens) - num_rows)
         guessing = GuessingRows(
             proposed.contiguous(),
             counts.contiguous(),
@@ -117,17 +129,6 @@ class Verifier:
         how = places.positions + 1, batch.temperatures, batch.seeds, places
         redrawn = again(Drawn(0, logits, token_ids, *how, has_all=not self._skips_empty))
         self.accept(places, places.drawn.where(places.drawn < 0, redrawn))
-
-
-def _check(name: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError if a drafter has proposed tensors of another form than Drafter says."""
-    form = numbers.dtype, tuple(numbers.shape), numbers.device.type
-    if form != (asked := (torch.int32, shape, device.type)):
-        raise ValueError(f"speculation: `propose` must return {name} of {_told(*asked)}, not of {_told(*form)}")
-
-
-def _told(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> str:
-    return f"{dtype} and shape {list(shape)} on {device}"
 
 
 def _draw_filled(places: Places, draw: Draw, logits: Tensor) -> Tensor:

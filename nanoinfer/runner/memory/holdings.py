@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from nanoinfer.attention import AttentionBackend
+from nanoinfer.checkpoint import Draft
 from nanoinfer.config import Config
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import Adapters
+from nanoinfer.runner.drafting.draft_weights import DraftWeights
 from nanoinfer.runner.images import Images
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import Routing
+from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.weight_writer import WeightWriter
 from nanoinfer.vision.tower import TransformersTower
 
@@ -32,6 +36,7 @@ class Holdings:
     adapters: those beside the model; None: the LLM has none
     images: those of prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
+    draft: the draft model's share; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
     """
@@ -60,6 +65,7 @@ class Holdings:
         self.images: Images | None = None
         self.routing: Routing | None = None
         self.weights = self._build()
+        self.draft = None if config.draft is None else self._build_draft(config.draft)
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype)
 
@@ -79,6 +85,18 @@ class Holdings:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         return WeightWriter(self.model, self.tower, self._tp, self._device)
+
+    def _build_draft(self, draft: Draft) -> DraftWeights:
+        memory = nullcontext() if self._lender is None else self._lender.for_weights()
+        weights = DraftWeights(draft, self._config, self._tp, self._device, memory)
+        self.model_bytes += weights.num_bytes
+        return weights
+
+    def load(self, voice: Voice) -> None:
+        """Fill the weights of all that has just been built; raises ValueError as Source.fill does."""
+        self.weights.load(self._config, voice)
+        if self.draft is not None:
+            self.draft.fill(partial(voice.bar, "Draft", "B"))
 
     def _put_adapters(self) -> None:
         """Put empty slots for adapters beside the model, which sleep gives back as it does weights."""
@@ -157,14 +175,21 @@ class Holdings:
                 self._lender.take_back(tag)
                 if tag == "kv_cache":
                     self.kv_cache.zero()
-                elif self.adapters is not None and not self._lender.has_copy:
-                    self.adapters.clear()
+                elif not self._lender.has_copy:
+                    self._begin_anew()
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks, self._num_slots)
         elif "weights" not in self.__dict__:
             weights = self._build()
             weights.finish()
             self.weights = weights  # last: an error before leaves them lent
+
+    def _begin_anew(self) -> None:
+        """Fill what nobody else fills, after a sleep that has kept no weights."""
+        if self.adapters is not None:
+            self.adapters.clear()
+        if self.draft is not None:
+            self.draft.fill()
 
     def _any_fault(self, fault: str | None) -> str | None:
         """Return this rank's fault, or that another rank has one; all ranks call this together."""
@@ -174,7 +199,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.images = self.tower = self.adapters = None
+        self.routing = self.images = self.tower = self.adapters = self.draft = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:

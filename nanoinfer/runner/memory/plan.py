@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.attention.cache_layout import MAX_SLOTS, Pages
 from nanoinfer.checks import short
-from nanoinfer.config import MAX_SLOTS, Config
+from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.room import what_makes_room
@@ -153,6 +155,17 @@ def shorten_on_cpu(config: Config) -> None:
         config.max_model_len = max(layout.longest(blocks, config.max_model_len), 2)
 
 
+def graph_bytes(config: Config, sizes: Mapping[DecodeKind, Sized]) -> int:
+    """Return about how many bytes the graphs keep of steps of these sizes, by kind.
+
+    One that verifies has the layers of a draft model once for each guess.
+    """
+    drafted = 0 if config.draft is None else config.max_guesses * len(config.draft.layers)
+    verifying = 1 + drafted / config.description.num_layers
+    graphs = sum(len(of_kind) * (verifying if kind.guesses else 1) for kind, of_kind in sizes.items())
+    return int(graphs * BYTES_PER_GRAPH)
+
+
 def total_bytes(device: torch.device) -> int:
     """Return the device's memory; on the CPU, the machine's."""
     if device.type == "cpu":
@@ -252,7 +265,19 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
         lowered = "max_model_len" if fit else "kvcache_block_size"
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
-            f" {needed / 2**20:,.0f} MiB in blocks (kvcache_block_size={config.kvcache_block_size}); {fit} tokens fit:"
-            f" lower {lowered}, or {what_makes_room(config)}"
+            f" {needed / 2**20:,.0f} MiB in blocks (kvcache_block_size={config.kvcache_block_size}"
+            f"{_told_of_draft(config, needed)}); {fit} tokens fit: lower {lowered}, or {what_makes_room(config)}"
         )
     return min(budget // spec.block_bytes, MAX_SLOTS // layout.most_slots)
+
+
+def _told_of_draft(config: Config, needed: int) -> str:
+    """Say how many bytes of those that a sequence needs a draft model takes, if there is one."""
+    if config.draft is None:
+        return ""
+    numbers = [
+        sum(pages.numbers for pages in model.memory(config.tensor_parallel_size) if isinstance(pages, Pages))
+        for model in config.models
+    ]
+    taken = needed * numbers[-1] / sum(numbers)
+    return f", draft_model={short(config.draft.folder)} takes {taken / 2**20:,.0f} MiB"

@@ -8,6 +8,7 @@ import torch
 
 from nanoinfer.attention import choose_backend
 from nanoinfer.config import Config
+from nanoinfer.models.ranks import check_ranks, check_ranks_in_order
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
@@ -61,9 +62,9 @@ def _may_double_ranks(config: Config) -> bool:
     if not config.starts_ranks or ranks > MAX_RANKS or not has_gpus:
         return False
     try:
-        config.description.check_ranks(ranks)
+        check_ranks(config.description, ranks)
         if config.deterministic:
-            config.description.check_ranks_in_order(ranks, on_cpu=False)
+            check_ranks_in_order(config.description, ranks, on_cpu=False)
     except ValueError:
         return False
     return True

@@ -142,15 +142,23 @@ class InputBatch:
 
     def gather(self, row_of: Tensor) -> RowColumns:
         """Return what each place of a verifying step has of its row; row_of: [places] int32."""
-        columns = self.block_tables, self.temperatures, self.seeds, self.deltas, self.adapters
-        return gather_rows(RowColumns(*columns), row_of)
+        return gather_rows(self.columns, row_of)
+
+    @property
+    def columns(self) -> RowColumns:
+        """What all rows have, as `gather` returns it of some."""
+        return RowColumns(self.block_tables, self.temperatures, self.seeds, self.deltas, self.adapters)
+
+    def divide(self, block_tables: Tensor) -> list[Tensor]:
+        """Return the block tables of each group of layers; block_tables: [n, columns], from RowColumns"""
+        return list(block_tables.split(self._widths, dim=1))
 
     def verify_context(self, places: Places, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
         """Return the context of a verifying step: to the layers, each place is a row that decodes one token.
 
         own: from `gather`
         """
-        tables = list(own.block_tables.split(self._widths, dim=1))
+        tables = self.divide(own.block_tables)
         return self._context(places.positions, tables, own.deltas, kv_cache, max_context_len)
 
     def _context(

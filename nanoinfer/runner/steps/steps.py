@@ -63,7 +63,7 @@ class Steps:
         how = prefixes, has_deltas, self._may_adapt, drafting
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
         if drafting is not None:
-            self.verifier = Verifier(config, tp, self.batch, drafting)
+            self.verifier = Verifier(config, tp, self.batch, drafting, holdings)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -95,7 +95,7 @@ class Steps:
         """Bring the rows up to date, as the message says, before its step runs."""
         self.batch.update(message)
         self.logits_processors.update(message)
-        if self.verifier is not None and isinstance(message, PrefillMessage):
+        if self.verifier is not None:
             self.verifier.update(message)
 
     def prefill(self, message: PrefillMessage) -> Launched:
@@ -107,6 +107,8 @@ class Steps:
             assert self.holdings.images is not None
             prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
+        if self.verifier is not None and self.verifier.draft is not None:
+            self.verifier.draft.prefill(prompts)
         extras = self.extras(message.num_tokens)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 

@@ -57,11 +57,6 @@ class Format(ABC):
         """
         return 1
 
-    @property
-    def has_graph_kernels(self) -> bool:
-        """Whether the products of a step that is captured have other kernels than those of one that is not."""
-        return False
-
     @abstractmethod
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes that a product reads for a weight, with its part of the scales.

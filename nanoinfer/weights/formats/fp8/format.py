@@ -47,11 +47,6 @@ class Fp8Format(Fp8Layout, Format):
         takes_blocks = size % unit == (self.block[1] or unit) % unit == 0
         return unit if takes_blocks and size >= ranks * unit else 1
 
-    @property
-    def has_graph_kernels(self) -> bool:
-        """Yes: in a graph, where it is launched early, our kernel reads the tokens another way."""
-        return True
-
     def weight_bytes(self, itemsize: int) -> float:
         """Return one: few numbers are scales."""
         return FP8.itemsize

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.draws import Draws
+from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.runner.message import Transfers
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT

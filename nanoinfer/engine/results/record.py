@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nanoinfer.engine.routed_experts import ExpertIds, RoutedExperts
-from nanoinfer.engine.scheduler import PrefillStep, Step
+from nanoinfer.engine.results.routed_experts import ExpertIds, RoutedExperts
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.runner.extras import Extras
 
 

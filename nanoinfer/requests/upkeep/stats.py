@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.engine.stats import Stats
+from nanoinfer.engine.results.stats import Stats
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.interface import AnyEngine
 

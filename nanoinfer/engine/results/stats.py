@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.engine.step_result import StepResult
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.benchmark.plot import check_plot, plot
+from nanoinfer.benchmark.output.plot import check_plot, plot
 from nanoinfer.benchmark.repeats import Repeat
 
 OUTPUT_BYTES = 1 << 18  # more than a file of --json or --plot needs

@@ -10,9 +10,9 @@ import torch
 
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.adapters.pairs import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.pooling.read import Read
 from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.drafting.sizes import VerifySize
@@ -22,7 +22,6 @@ from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
 
-LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 
 
@@ -40,14 +39,11 @@ class Trials:
         chunk = ChunkMessage(array("i", [0]) * tokens, start, self._tables, adapter=adapter)
         return PrefillMessage([], 0, [chunk], [])
 
-    def small_prefills(self) -> list[PrefillMessage]:
-        """Return steps that launch the kernels of prompts: the first one without adapters, then those with some."""
-        config = self._config
-        most = min(config.max_model_len - 1, max(config.max_num_batched_tokens, LONG_CHUNK))
-        steps = [self.prompt(min(LONG_CHUNK, most))]
-        if config.max_adapters:
-            steps += [self.prompt(min(tokens, most), adapter=0) for tokens in (LONG_CHUNK, 2 * FEW_ROWS)]
-        return steps
+    def prefills(self) -> list[PrefillMessage]:
+        """Return steps of prompts of 1, 2, 4, ... tokens: by their number, products are left to other kernels."""
+        most = min(self._config.max_model_len - 1, self._config.max_num_batched_tokens)
+        sizes = [1 << power for power in range(most.bit_length())]
+        return [self.prompt(size, adapter=adapter) for adapter in self.adapters for size in sizes]
 
     def largest_prefills(self) -> list[PrefillMessage]:
         """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""
@@ -89,18 +85,22 @@ class Trials:
         may_attend = config.attention_backend == "triton" and not config.is_in_order
         if length >= LONG and may_attend and is_faster(self._device):
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
-            steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length), adapter))
+            start = min(MOST_KEYS + CHUNK, most - length) // CHUNK * CHUNK  # where states let chunks begin
+            steps.append(self.prompt(length, start, adapter))
         return steps
 
 
 def largest_image(config: Config) -> Pixels:
-    """Return the pixels of an image so large that of none more is made, for an LLM that sees."""
+    """Return the pixels of an image, or of a video's frames at once, so large that of none more is made.
+
+    config: of an LLM that sees
+    """
     from transformers import AutoTokenizer  # here, for a model that cannot see does without
 
     assert config.hf_config is not None
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
     processor = VisionProcessor(config.model, config.hf_config, tokenizer, config.image_options)
-    return dict(processor.images.largest().pixels)
+    return dict(processor.largest())
 
 
 def image_bytes(config: Config, tower: TransformersTower | None) -> int:
@@ -122,7 +122,7 @@ def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, dev
     heads = config.description.num_heads // num_ranks
     generator = torch.Generator(device).manual_seed(0)
     numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
-    for group in config.cache_layout.groups:
+    for group in config.cache_layout.part(range(config.description.num_layers)).groups:
         q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
         kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
         sinks = numbers(heads).float() if config.description.sinks else None

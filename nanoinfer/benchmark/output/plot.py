@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from nanoinfer.benchmark.repeats import Repeat
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.results.step_result import StepResult
 
 
 def check_plot(file: str) -> None:

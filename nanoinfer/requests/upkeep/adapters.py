@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,17 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
+from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.turns import TakesTurns
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import open_adapter
 
 
-class LoadsAdapters(ABC):
+class LoadsAdapters(TakesTurns):
     """What an LLM does with adapters beside its model: low-rank matrices of a fine-tuned variant, as PEFT makes them.
 
     A request names its adapter in its settings. Requests of one step may name any; the others get the model alone.
     """
-
-    engine: AnyEngine
-    _requests: SomeRequests
-
-    @abstractmethod
-    def _turn(self, alone: bool = False) -> threading.Lock:
-        """Return the lock that a caller holds while the engine runs."""
 
     @hints_for("load_adapter")
     def load_adapter(

@@ -1,0 +1,1 @@
+"""What bench.py says: its figures, its files, and what it is at."""

@@ -1,0 +1,52 @@
+"""The parts of an engine, as its options ask for them, and of the sizes that its ranks have found."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from nanoinfer.config import Config
+from nanoinfer.engine.block_manager import BlockManager, MakeTier
+from nanoinfer.engine.images import ImageFeed
+from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.ranks.ranks import Ranks
+from nanoinfer.engine.row_map import RowMap
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.engine.speculation.budget import Budget
+from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
+from nanoinfer.engine.speculation.text_slots import TextSlots
+from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
+
+
+def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
+    """Make the scheduler, with its BlockManager; if guesses are verified, the ranks time their steps for it."""
+    memory = ranks.runner.memory
+    manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks))
+    limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
+    if config.speculation is None:
+        return Scheduler(manager, *limits)
+    times = ranks.call("time_steps")
+    may_decline = config.speculation == "auto"
+    budget = Budget(ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
+    return SpeculatingScheduler(manager, *limits, budget, config.max_guesses, config.draft is not None)
+
+
+def _make_tier(ranks: Ranks) -> MakeTier | None:
+    runner = ranks.runner
+    if runner.offload is None or runner.host_blocks is None:
+        return None
+    return partial(HostTier, offload=runner.offload, room=runner.host_blocks)
+
+
+def make_row_map(config: Config, ranks: Ranks, feed: ImageFeed | None) -> RowMap:
+    """Make the RowMap. feed: given if prompts may have images"""
+    finder = _make_finder(config) if config.shares_prefixes else None
+    texts = TextSlots(ranks.runner.text_slots) if config.speculation is not None else None
+    return RowMap(finder, feed, may_adapt=config.max_adapters > 0, texts=texts)
+
+
+def _make_finder(config: Config) -> PrefixFinder:
+    first = config.cache_layout.groups[0]
+    queries = config.description.num_heads // config.tensor_parallel_size // first.pages.kv_heads  # that share a head
+    token_bytes = 2 * first.pages.numbers * config.torch_cache_dtype.itemsize
+    return PrefixFinder(first.block_size, rows_of_a_tile(queries), token_bytes)

@@ -1,0 +1,1 @@
+"""Videos: frames as users give them, how large each model makes these, and what stands for them in a prompt."""
