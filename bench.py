@@ -263,7 +263,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
     drafters = ["auto", "suffix", "draft", "successors"]
     parser.add_argument("--speculation", choices=drafters, help="what guesses tokens (default: nothing does)")
-    parser.add_argument("--draft-model", help="of --speculation draft: folder or Hub id, or a shape beside --config")
+    parser.add_argument(
+        "--draft-model", help="for --speculation draft or auto: folder, Hub id, or a shape beside --config"
+    )
     parser.add_argument("--max-guesses", type=int, default=8, help="for each request and step (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")

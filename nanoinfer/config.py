@@ -90,11 +90,11 @@ class Config:
     max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
-        one of its prompt, was last like its end. No guess changes a result. "auto": only where that should be faster.
-        "draft": draft_model makes guesses. A Drafter makes guesses of its own. None: there are none, as in models whose
-        layers keep a state
-    draft_model: a folder or a Hub id: a small model of the same vocabulary, for speculation="draft". Its keys lie in
-        the KV cache, too. None: there is none
+        one of its prompt, was last like its end. No guess changes a result. "draft": draft_model makes guesses. "auto":
+        one of the two does, only where that should be faster. A Drafter makes guesses of its own. None: there are none,
+        as in models whose layers keep a state
+    draft_model: a folder or a Hub id: a small model of the same vocabulary, which guesses if speculation is "draft" or
+        "auto". Its keys lie in the KV cache, too. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
@@ -256,7 +256,7 @@ class Config:
         self.description.check_head(self.lm_head_dtype)
         model, self.draft = self.description, None
         can = model.generates, model.has_states, self.routed_experts, self.sees
-        check_speculating(self.speculation, *can)
+        check_speculating(self.speculation, self.draft_model, *can)
         if self.draft_model is not None:
             own = model, self.tokenizer or self.model
             self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)

@@ -221,7 +221,7 @@ def test_a_draft_of_other_tokens_is_refused(vocabularies: dict[str, str], make_q
     ("options", "message"),
     [
         ({"speculation": "draft"}, "draft_model=None: must be the folder or the Hugging Face Hub id of a small model"),
-        ({"draft_model": "x"}, "draft_model='x': must be left out, or speculation must be 'draft'"),
+        ({"draft_model": "x"}, "draft_model='x': must be left out, or speculation must be 'draft' or 'auto'"),
         ({"speculation": "draft", "draft_model": "no/such/folder"}, "draft_model='no/such/folder': no such folder"),
         (ITSELF | {"tensor_parallel_size": 3}, "tensor_parallel_size=3: "),
     ],
@@ -257,10 +257,24 @@ def test_ranks_in_order_must_divide_it(make_qwen3: Callable[..., str]) -> None:
 
 
 def test_an_llm_that_sees_has_no_draft_model() -> None:
-    with pytest.raises(
-        ValueError, match="speculation='draft': must be left out, or images=False set: a draft model sees"
-    ):
-        check_speculating("draft", generates=True, has_states=False, routed_experts=False, sees=True)
+    with pytest.raises(ValueError, match="draft_model='x': must be left out, or images=False set: a draft model sees"):
+        check_speculating("auto", "x", generates=True, has_states=False, routed_experts=False, sees=True)
+
+
+def test_auto_takes_a_draft_models_guesses_while_they_pay(
+    wanted: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model guesses for itself, so that all guesses hold: they pay only if a step of many tokens is fast."""
+    counts = []
+    for seconds in (1.2, 99.0):
+        measured = {(rows, guesses): seconds if guesses else 1.0 for rows in (1, 4, 16) for guesses in (0, 8 * rows)}
+        monkeypatch.setattr("nanoinfer.runner.model_runner.ModelRunner.time_steps", lambda _, times=measured: times)
+        with make(**ITSELF | {"speculation": "auto"}) as llm:
+            outputs = run(llm, PLAIN_PROMPTS, PLAIN_PARAMS)
+        assert_equal(outputs, wanted)
+        counts.append(sum(sample.num_accepted_tokens for output in outputs for sample in output.samples))
+    assert counts[0] > sum(len(sample.token_ids) for output in wanted for sample in output.samples) / 2
+    assert counts[1] == 0
 
 
 @pytest.mark.parametrize("method", [{}, {"method": "draft_model"}], ids=repr)

@@ -446,7 +446,8 @@ def open_engine(
     if least == 1:  # layers without a state
         drafters = [None, None, "suffix", "suffix", "auto", "draft", "draft", Babbler(VOCAB, rng.randrange(100))]
         drafting = {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
-        drafting["draft_model"] = rng.choice(stage.drafts) if drafting["speculation"] == "draft" else None
+        may_draft = drafting["speculation"] == "draft" or (drafting["speculation"] == "auto" and rng.random() < 0.5)
+        drafting["draft_model"] = rng.choice(stage.drafts) if may_draft else None
     block_size = options.get("kvcache_block_size", block_size)
     fewest = stage.fewest_blocks(block_size, drafting.get("draft_model"))
     blocks = rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest])

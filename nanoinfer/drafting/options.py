@@ -7,8 +7,8 @@ from typing import Any
 from nanoinfer.checks import check_choice, short
 from nanoinfer.drafting.drafter import Drafter
 
-DRAFT = "draft"  # of `speculation`: guesses come from a draft model
-KINDS = ["auto", "suffix", DRAFT]
+AUTO, DRAFT = "auto", "draft"  # of `speculation`, which may have a draft model, and must have one
+KINDS = [AUTO, "suffix", DRAFT]
 COMING = ("mtp",)  # named by others, and by those who ask
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
@@ -16,7 +16,7 @@ MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixtee
 def check_speculation(value: Any, draft_model: Any) -> str | Drafter | None:
     """Return "auto", "suffix", "draft", a Drafter or None; raises ValueError for anything else.
 
-    draft_model: the option, which "draft" needs
+    draft_model: the option, which "draft" needs, and "auto" takes
     """
     if isinstance(value, str) and value in COMING:
         names = " or ".join(map(repr, KINDS))
@@ -29,13 +29,20 @@ def check_speculation(value: Any, draft_model: Any) -> str | Drafter | None:
             f"draft_model={draft_model}: must be the folder or the Hugging Face Hub id of a small model of the same"
             f" vocabulary, with speculation={DRAFT!r}"
         )
-    if speculation != DRAFT and draft_model is not None:
-        raise ValueError(f"draft_model={short(draft_model)}: must be left out, or speculation must be {DRAFT!r}")
+    if speculation not in (AUTO, DRAFT) and draft_model is not None:
+        raise ValueError(
+            f"draft_model={short(draft_model)}: must be left out, or speculation must be {DRAFT!r} or {AUTO!r}"
+        )
     return speculation
 
 
 def check_speculating(
-    speculation: str | Drafter | None, generates: bool, has_states: bool, routed_experts: bool, sees: bool
+    speculation: str | Drafter | None,
+    draft_model: str | None,
+    generates: bool,
+    has_states: bool,
+    routed_experts: bool,
+    sees: bool,
 ) -> None:
     """Raise ValueError if a model, or another option, cannot have guesses verified."""
     if speculation is None:
@@ -54,7 +61,7 @@ def check_speculating(
             f"speculation={short(speculation)}: must be left out with routed_experts=True, which tells the experts of"
             " one token of each step"
         )
-    if speculation == DRAFT and sees:
+    if draft_model is not None and sees:
         raise ValueError(
-            f"speculation={speculation!r}: must be left out, or images=False set: a draft model sees no images"
+            f"draft_model={short(draft_model)}: must be left out, or images=False set: a draft model sees no images"
         )
