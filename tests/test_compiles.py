@@ -28,7 +28,7 @@ SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 
     "_group_tiles_kernel": 24,  # NVFP4 in float32
     "_group_wave_kernel": 380,  # more than 64 tokens, and groups of 32 or 64
     "_in_order_kernel": 16,
-    "_paged_decode_kernel": 16,  # heads of 256, or FP8 and guesses
+    "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_prefix_kernel": 640,  # heads of 512 in FP8
