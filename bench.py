@@ -262,7 +262,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
     drafters = ["auto", "suffix", "draft", "successors"]
-    parser.add_argument("--speculation", choices=drafters, help="what guesses tokens (default: nothing does)")
+    what = "what guesses tokens; successors: what follows in the texts of repeat and rollouts (default: nothing)"
+    parser.add_argument("--speculation", choices=drafters, help=what)
     parser.add_argument(
         "--draft-model", help="for --speculation draft or auto: folder, Hub id, or a shape beside --config"
     )

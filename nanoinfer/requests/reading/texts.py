@@ -141,7 +141,7 @@ def texts_of(
 ) -> SomeTexts:
     """Return the texts of a call. adapters: one for all, or one each
 
-    Raises ValueError for a list of which an entry is no prompt.
+    Raises ValueError for what is no list of prompts. What a list's prompts hold is checked as they are taken.
     """
     if isinstance(prompts, Iterator):
         if isinstance(adapters, list):
