@@ -35,6 +35,7 @@ from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_s
 from nanoinfer.kernels.linear import one_wave
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.gated import gated_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import cut, one_wave_linear
 from nanoinfer.kernels.norm.rms_norm import (
@@ -161,6 +162,16 @@ def test_gate_heads(heads: int, dtype: torch.dtype) -> None:
     expected = (x.double() * wide[:, 4:].double().sigmoid()).flatten(1)
     for gate_heads in (gate_heads_triton, gate_heads_reference):
         assert_close(gate_heads(x, wide[:, 4:]), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
+@pytest.mark.parametrize(("tokens", "in_features", "size"), [(1, 64, 16), (300, 96, 200), (1200, 136, 384)])
+def test_gated_linear(tokens: int, in_features: int, size: int, activation: Activation) -> None:
+    """Tiles that are not full; of the last shape, programs have many, and groups of tiles are of both heights."""
+    x = randn(tokens, in_features, dtype=SHORT)
+    weight = (randn(2 * size, in_features) / in_features**0.5).to(SHORT)
+    out = gated_linear(x, weight, activation)
+    assert_close(out, activated(F.linear(x.float(), weight.float()), activation))
 
 
 def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:

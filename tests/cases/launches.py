@@ -314,6 +314,9 @@ def of_products() -> Iterator[Launch]:
             often = name == "gates and ups" and tokens in (1, 16) and dtype == BF16
             call = partial(multiply, weigh, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    for dtype in (BF16, FP16):
+        call = partial(multiply, plain, "gates and ups", 4096, dtype)
+        yield Launch(f"plain, gates and ups of 4096 in {dtype}", call, dtype == BF16)
     for tokens, in_order in product((16, 32, 300), (False, True)):
         yield Launch(f"fp8 of {tokens}, {in_order=}", partial(multiply_fp8, tokens, in_order))
     for tokens, dtype in product((1, 16, 64, 300, 3000), (BF16, FP32)):

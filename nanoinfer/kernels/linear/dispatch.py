@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.linear import gated
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
@@ -49,6 +50,8 @@ def linear(
         return one_row_linear(x, weight, bias, activation)
     if wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
+    if activation is not None and bias is None and gated.is_faster(x, weight):
+        return gated.gated_linear(x, weight, activation)
     out = F.linear(x, weight, bias)
     return gate_mul(out, activation) if activation else out
 
