@@ -329,7 +329,7 @@ def test_the_kernels_compile_for_every_head_size(head_dim: int, dtype: torch.dty
             torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300, 4100])
 def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) -> None:
     for out_features, in_features in (
         (4096, 1024),

@@ -1,9 +1,9 @@
 """Products of many tokens with the gates and ups of an MLP, in the launch that applies the activation.
 
-After cuBLAS another launch reads all gates and ups again. That takes as long as a third of the product in a small
-model. The kernel here has a tile's gates and ups in registers. Each program computes many tiles, one after another. The
-first numbers of its next tile are on their way while it finishes one. A tensor-memory copy fetches a tile's rows of
-both halves of the weight, so that one product of the tensor cores makes its gates and its ups.
+Behind cuBLAS another launch reads all gates and ups again. That takes up to a third of the product's own time. The
+kernel here has a tile's gates and ups in registers. Each program computes many tiles, one after another. The first
+numbers of its next tile are on their way while it finishes one. A tensor-memory copy fetches a tile's rows of both
+halves of the weight, so that one product of the tensor cores makes its gates and its ups.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ BLOCK_K = 64  # inputs at a time
 STAGES = 4  # of such inputs, on their way at once
 GROUP = 8  # tiles of tokens that are computed together, so that the L2 cache has what they share
 MIN_TOKENS = 512  # fewer were not measured
+MAX_INPUTS = 4096  # of more, the activation takes a smaller share of the time; they were not measured
 MIN_BUSY = 0.9  # the share of the programs' time in which they have a tile
 ALIGNED = 8  # numbers: a row begins at a multiple of 16 bytes
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Return whether gated_linear is faster than cuBLAS and another launch; x, weight: as there."""
-    is_aligned = x.shape[1] % ALIGNED == weight.shape[0] % (2 * ALIGNED) == 0
-    if len(x) < MIN_TOKENS or not _is_measured(x.device) or x.itemsize != 2 or not is_aligned:
+    tokens, in_features = x.shape
+    is_aligned = in_features % ALIGNED == weight.shape[0] % (2 * ALIGNED) == 0
+    if tokens < MIN_TOKENS or in_features > MAX_INPUTS or not is_aligned:
+        return False
+    if not _is_measured(x.device) or x.itemsize != 2:
         return False
     tiles, multiprocessors = _tiles(x, weight), num_multiprocessors(x.device)
     return tiles >= MIN_BUSY * triton.cdiv(tiles, multiprocessors) * multiprocessors
