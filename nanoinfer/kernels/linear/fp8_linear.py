@@ -41,7 +41,8 @@ CUBLAS_BLOCK = (128, 128)  # of the weight
 CUBLAS_MULTIPLE = 4 * BLOCK.value  # of the inputs, so that cuBLAS can read the scales
 LONG = 5120  # inputs; of longer sums, which a few programs compute, cuBLAS is the faster
 LEAST_INPUTS = 1024  # of a piece; twice as many with more than 64 tokens
-MAX_PIECES = 4
+MAX_PIECES = 6
+MAX_PIECES_OF_MANY = 4  # with more than 64 tokens: the next kernel, too, takes longer for more of them
 RESIDENT = 3  # programs that share a multiprocessor, at most
 MAX_STAGES = 6
 WARPS = 4
@@ -158,7 +159,8 @@ def has_copies(x: Fp8Tokens) -> bool:
 
 def _pieces(in_features: int, most: int, tokens: int) -> int:
     """Return the largest number of equal pieces of whole blocks, up to `most`, of which none is too short."""
-    most = min(most, MAX_PIECES, in_features // (LEAST_INPUTS * (1 if tokens <= 64 else 2)))
+    limit, least = (MAX_PIECES, LEAST_INPUTS) if tokens <= 64 else (MAX_PIECES_OF_MANY, 2 * LEAST_INPUTS)
+    most = min(most, limit, in_features // least)
     return max((p for p in range(1, most + 1) if in_features % (p * BLOCK.value) == 0), default=1)
 
 
