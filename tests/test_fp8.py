@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from conftest import DEVICE, greedy, of_each_kind, plan_ahead, whole_only
 from safetensors.torch import load_file, save_file
 from test_kernels import (
@@ -29,6 +31,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
+from nanoinfer.kernels.attention.fp8 import LANES, can_split, narrow_queries
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
@@ -86,6 +89,60 @@ MANY_ROWS_SHAPES = [
     *whole_only(zip([(4, 2, 128, 256), (4, 2, 256, 16)])),
     pytest.param((16, 8, 128, 256), marks=pytest.mark.gpu),  # whose KV heads are as many as more programs want
 ]
+
+
+class TestTwoTerms:
+    """A program of up to eight heads multiplies the keys in FP8 by two terms, which are its queries in bfloat16."""
+
+    def test_they_are_the_query(self) -> None:
+        q = randn(LANES.value, 64, dtype=torch.bfloat16) * torch.logspace(-30, 30, LANES.value, device=DEVICE)[:, None]
+        q = q.bfloat16()
+        terms, unit = torch.empty(2 * LANES.value, 64, device=DEVICE), torch.empty(LANES.value, device=DEVICE)
+        _narrow_kernel[(1,)](q, terms, unit, SIZE=64)
+        first, second = (terms * unit.repeat(2)[:, None]).chunk(2)
+        error, largest = (first + second - q.float()).abs(), q.float().abs().amax(dim=1, keepdim=True)
+        assert (error <= largest / 2**17).all()
+        assert not error[q.abs() * 512 >= largest].any()
+
+    @pytest.mark.parametrize("has_sinks", of_each_kind(zip((False, True)), 1))
+    @pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_SOFTCAPS)
+    @pytest.mark.parametrize("shape", [(4, 2, 128, 256), *whole_only(zip([(8, 1, 64, 64), (3, 3, 96, 64)]))])
+    def test_decode(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, has_sinks: bool
+    ) -> None:
+        heads, _, head_dim, _ = shape
+        context_lens = [1, 64, 100, 300, 0, 400]
+        k_cache, v_cache, tables = paged(context_lens, *shape, torch.float32)
+        (k8, k), (v8, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        q = randn(len(context_lens), heads, head_dim, dtype=torch.bfloat16)
+        lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+        how = Scoring(head_dim**-0.5, window, softcap, sinks=randn(heads) if has_sinks else None)
+        expected = attend_densely(q.float(), k, v, tables, [1] * len(lens), context_lens, how)
+        for workers in (None, 2, 7):
+            plan = plan_ahead(lens, k8, workers, window)
+            assert can_split(q, k8, plan.programs.tile)
+            out = paged_decode_triton(q, k8, v8, tables, lens, how.scale, plan, softcap, scales(), sinks=how.sinks)
+            assert_close(out[lens > 0], expected[lens > 0])
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns of NaN
+    def test_a_number_that_is_none_stays_none(self) -> None:
+        shape = 4, 2, 128, 64
+        (k8, _), (v8, _) = (quantized(cache, scales()[0]) for cache in paged([100], *shape, torch.float32)[:2])
+        for value in (math.inf, -math.inf, math.nan):
+            q = randn(1, 4, 128, dtype=torch.bfloat16)
+            q[0, 2, 5] = value
+            lens, tables = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([60], [[0]]))
+            plan = plan_ahead(lens, k8)
+            out = paged_decode_triton(q, k8, v8, tables, lens, 0.1, plan, None, scales())
+            assert out.isfinite().all(dim=2).tolist() == [[True, True, False, True]]
+
+
+@triton.jit
+def _narrow_kernel(q_ptr, terms_ptr, unit_ptr, SIZE: tl.constexpr):
+    lane, d = tl.arange(0, 2 * LANES), tl.arange(0, SIZE)
+    terms, unit = narrow_queries(tl.load(q_ptr + lane[:, None] % LANES * SIZE + d[None, :]), True)
+    tl.store(terms_ptr + lane[:, None] * SIZE + d[None, :], terms.to(tl.float32))
+    tl.store(unit_ptr + tl.arange(0, LANES), unit)
 
 
 class TestReading:

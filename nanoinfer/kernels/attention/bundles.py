@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, SharedQueries, share_queries
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 MOST_LANES = 64  # queries times heads: four warps hold their scores
 MOST_RESULTS = 64 * 128  # numbers of the lanes' results, for the same reason
@@ -149,3 +149,13 @@ def _bundle_kernel(
     if own_starts_ptr is not None:
         own_start = tl.load(row_starts_ptr + row, mask=mask, other=0)
         tl.store(own_starts_ptr + bundle, tl.where(end > begin, own_start, 0), mask=mask)
+
+
+@triton.jit
+def load_queries(
+    tokens_ptr, query_lens_ptr, bundle, mask, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """Return which token the query of each lane is of, -1 where there is none, and how many keys it sees."""
+    g = tl.arange(0, BLOCK_G)
+    token = load_complete(tokens_ptr + bundle * QUERIES + g // GROUP, g < tl.where(mask, GROUP * QUERIES, 0), -1)
+    return token, load_complete(query_lens_ptr + token, token >= 0, 0)

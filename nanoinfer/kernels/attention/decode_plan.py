@@ -150,7 +150,7 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
     if k_cache.dtype == FP8 and block_d <= 128 and not are_bundles:
         # Other programs compute while one converts numbers. But where more than two share a row's keys, combining their
         # results costs more.
-        many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4, registers=128)
+        many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=3, registers=160)
         if many.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
             return many
     token_bytes = block_d * (max(2, k_cache.itemsize) if are_bundles else k_cache.itemsize)  # of keys; values as many

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
-from nanoinfer.kernels.attention.fp8 import load_halves, read
+from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
 from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
@@ -94,6 +95,7 @@ def paged_decode_triton(
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     lanes = group if bundles is None else group * bundles.queries
+    in_terms = bundles is None and can_split(q, k_cache, plan.programs.tile)
     factor, cap = in_log2(scale, softcap)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
     out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
@@ -132,6 +134,7 @@ def paged_decode_triton(
         CAP=cap,
         SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
+        IN_TERMS=in_terms,
         ON_GPU=q.is_cuda,
         TILE=plan.programs.tile,
         BLOCK_G=max(16, triton.next_power_of_2(lanes)),
@@ -179,6 +182,7 @@ def _paged_decode_kernel(
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
+    IN_TERMS: tl.constexpr,
     ON_GPU: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -198,7 +202,7 @@ def _paged_decode_kernel(
     late_share, first_late = load_complete(share_tiles_ptr + 1), load_complete(share_tiles_ptr + 2)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
     if QUERIES > 1:  # the rows are bundles; a lane of the program has one head of one query
-        token, query_len = _load_queries(tokens_ptr, query_lens_ptr, first_row, num_tiles > 0, GROUP, QUERIES, BLOCK_G)
+        token, query_len = load_queries(tokens_ptr, query_lens_ptr, first_row, num_tiles > 0, GROUP, QUERIES, BLOCK_G)
     # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and uses nothing
     # that is written here: so this kernel does all of its work meanwhile. Its plain loads find nothing older in the L1
     # cache: the step has written the block tables before all layers, and nobody has read the newest keys.
@@ -213,8 +217,12 @@ def _paged_decode_kernel(
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_D // 2)
-    head = kv_head * GROUP + (g % GROUP if QUERIES > 1 else g)
+    lane = g % GROUP if QUERIES > 1 else g % LANES if IN_TERMS else g
+    head = kv_head * GROUP + lane
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    KEYS: tl.constexpr = 0 if IN_TERMS else 1  # the axis of the scores that has a place for each key
+    V_DTYPE: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
+    scored = tl.arange(0, LANES if IN_TERMS else BLOCK_G)
 
     left = num_tiles
     for row in range(first_row, last_row + 1):
@@ -237,21 +245,22 @@ def _paged_decode_kernel(
         else:
             table_row, token = row, row
             q_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
-        q = load_complete(q_ptrs, q_mask, 0.0) if SHARES else tl.load(q_ptrs, mask=q_mask, other=0.0)
+        loaded = (lane < GROUP)[:, None] & (d < HEAD_DIM)[None, :] if IN_TERMS else q_mask
+        q = load_complete(q_ptrs, loaded, 0.0) if SHARES else tl.load(q_ptrs, mask=loaded, other=0.0)
         table = block_tables_ptr + table_row * table_stride
         row_factor = factor
         if IN_FP8 and q.dtype == tl.bfloat16:
-            # A GPU converts FP8 to float16 twice as fast as to bfloat16; float16 holds queries of at most 1 well.
-            largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), axis=1), 1e-30)[:, None]
-            q = (q.to(tl.float32) / largest).to(tl.float16)
-            row_factor = factor * largest
+            q, unit = narrow_queries(q, IN_TERMS)
+            row_factor = factor * tl.expand_dims(unit, KEYS)
 
-        top = tl.full([BLOCK_G], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
+        top = tl.full(scored.shape, -1e30, tl.float32)
+        total = tl.zeros(scored.shape, tl.float32)
         if SINKS:  # the program that begins the row counts them
-            has_sink = tl.where(tile == 0, token, -1) >= 0 if QUERIES > 1 else g < tl.where(tile == 0, GROUP, 0)
-            top = load_sinks(sinks_ptr, head, has_sink)
+            has_sink = tl.where(tile == 0, token, -1) >= 0 if QUERIES > 1 else scored < tl.where(tile == 0, GROUP, 0)
+            top = load_sinks(sinks_ptr, kv_head * GROUP + scored if IN_TERMS else head, has_sink)
             total = has_sink.to(tl.float32)
+        if IN_TERMS:  # each key of a tile has a total of its own, so that a sum over keys waits for the row's end
+            total = tl.where((n == 0)[:, None], total[None, :], 0.0)
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
@@ -265,27 +274,33 @@ def _paged_decode_kernel(
             k = tl.load(k_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0).to(q.dtype)
             if IN_FP8:
                 half_mask = seen[:, None] & (half < HEAD_DIM // 2)[None, :]
-                v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, q.dtype, ON_GPU)
+                v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, V_DTYPE, ON_GPU)
             else:
                 v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
-            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), row_factor, CAP)
+            scores = scores_in_log2(multiply_keys(q, k, IN_TERMS), row_factor, CAP)
             if QUERIES > 1:
                 sees = start + n[None, :] < query_len[:, None]
                 if WINDOW > 0:
                     sees &= start + n[None, :] >= query_len[:, None] - WINDOW
                 scores = tl.where(sees, scores, -1e30)
             else:
-                scores = tl.where(seen[None, :], scores, -1e30)
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_top[:, None])
+                scores = tl.where(tl.expand_dims(seen, 1 - KEYS), scores, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, axis=KEYS))
+            weights = tl.exp2(scores - tl.expand_dims(new_top, KEYS))
             rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, axis=1)
+            if IN_TERMS:
+                total = total * rescale[None, :] + weights
+                weights, rescale = tl.trans(twice(weights)), twice(rescale)
+            else:
+                total = total * rescale + tl.sum(weights, axis=1)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             if IN_FP8:
                 acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
         if IN_FP8:
             acc = tl.interleave(acc, acc2) * v_scale
+        if IN_TERMS:
+            top, total = twice(top), twice(tl.sum(total, axis=0))
         acc = acc / tl.maximum(total, 1e-30)[:, None]
 
         first_head = (token * KV_HEADS + kv_head) * GROUP
@@ -329,7 +344,7 @@ def _paged_decode_kernel(
         left -= end_tile - tile
         tile = 0
         if QUERIES > 1:
-            token, query_len = _load_queries(
+            token, query_len = load_queries(
                 tokens_ptr, query_lens_ptr, row + 1, row < last_row, GROUP, QUERIES, BLOCK_G
             )
         next_len = context_lens_ptr + row + 1
@@ -337,16 +352,6 @@ def _paged_decode_kernel(
     if SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     start_successor(EARLY)  # not earlier: the successor would only take up room
-
-
-@triton.jit
-def _load_queries(
-    tokens_ptr, query_lens_ptr, bundle, mask, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr
-):
-    """Return which token the query of each lane is of, -1 where there is none, and how many keys it sees."""
-    g = tl.arange(0, BLOCK_G)
-    token = load_complete(tokens_ptr + bundle * QUERIES + g // GROUP, g < tl.where(mask, GROUP * QUERIES, 0), -1)
-    return token, load_complete(query_lens_ptr + token, token >= 0, 0)
 
 
 @triton.jit
