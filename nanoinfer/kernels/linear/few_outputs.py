@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch import (
+    RESERVED_BYTES,
     can_launch_early,
     early_launch,
     is_recording,
@@ -110,7 +111,7 @@ def few_outputs_linear(x: Tensor, weight: Tensor, tiling: Tiling, bias: Tensor |
         BLOCK_N=tiling.outputs,
         BLOCK_K=block_k,
         num_warps=WARPS,
-        num_stages=min(MAX_STAGES, shared_memory(x.device) // stage),
+        num_stages=min(MAX_STAGES, (shared_memory(x.device) - RESERVED_BYTES) // stage),
         **early_launch(x),
     )
     return out if tiling.pieces > 1 else out[0]
