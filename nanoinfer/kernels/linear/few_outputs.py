@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch import (
-    RESERVED_BYTES,
     can_launch_early,
     early_launch,
     is_recording,
@@ -28,12 +27,18 @@ from nanoinfer.kernels.launch import (
 
 LEAST_TOKENS, MOST_TOKENS = 65, 256  # with fewer, one_wave is as fast; with more, cuBLAS has tiles for all
 COPIED_BYTES = 16  # tensor-memory copies read rows that begin at multiples of so many
-WIDTHS = (48, 64, 80, 96, 128, 160, 192)  # tokens of a tile: powers of two, or sums of two
-SHORT, LONG = 4096, 6144  # inputs: up to here, small tiles are the fastest; from here on, few programs are enough
-WELL_BUSY, BUSY = 0.9, 0.8  # the share of the multiprocessors that must have a program; BUSY: of LONG products
+TILES = (  # tiles of tokens, outputs of a tile, and its tokens: powers of two, or sums of two
+    (2, 64, (64, 80, 96, 128)),
+    (1, 64, (80, 96, 144, 160)),
+    (2, 128, (64, 96, 128)),
+)
+MOST_LACKING = 15  # tokens of a tile; where more lack, copies take longer than those of full tiles
+LONG = 6144  # inputs, from which on the last tiles of the list pay, and 80% of the multiprocessors are enough
+SMALL, MOST_INPUTS = (2, 64), 4096  # of a piece in the first tiles; of more, larger ones read less
 LEAST_INPUTS = 512  # of a piece
-MAX_PIECES = 8
+MAX_PIECES = 4
 MAX_STAGES = 8
+SPARE_BYTES = 7 << 10  # of shared memory, for barriers, and for the kernels before and after
 WARPS = 4
 
 
@@ -41,7 +46,7 @@ WARPS = 4
 class Tiling:
     """How a product is cut: into tiles of tokens by outputs, and each tile into pieces by its inputs."""
 
-    tokens: int  # of a tile, one of WIDTHS
+    tokens: int  # of a tile
     outputs: int
     grid: tuple[int, int, int]  # tiles of tokens, tiles of outputs, pieces
 
@@ -65,19 +70,18 @@ def find_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
 
 
 def tile(tokens: int, out_features: int, in_features: int, multiprocessors: int) -> Tiling | None:
-    """Cut a product as was the fastest on an H200; None if too many multiprocessors would have no program."""
-    is_long = in_features >= LONG
-    for token_tiles, outputs in ((2, 64), (1, 64), (1, 128), (2, 128)):
-        width = next((width for width in WIDTHS if width * token_tiles >= tokens), None)
-        if width is None or (outputs == 128 and (width > 128 or not is_long)):
+    """Cut a product as was fast on an H200; None if too many multiprocessors would have no program."""
+    least_busy = (0.8 if in_features >= LONG else 0.9) * multiprocessors
+    for token_tiles, outputs, widths in TILES:
+        width = next((width for width in widths if width * token_tiles >= tokens), None)
+        if width is None or width - tokens > MOST_LACKING or (outputs == 128 and in_features < LONG):
             continue
         output_tiles = triton.cdiv(out_features, outputs)
         tiles = token_tiles * output_tiles
         pieces = min(multiprocessors // tiles, in_features // LEAST_INPUTS, MAX_PIECES)
-        is_small = (token_tiles, outputs) == (2, 64)
-        if is_small and in_features > SHORT * pieces:  # larger tiles read less
+        if (token_tiles, outputs) == SMALL and in_features > MOST_INPUTS * pieces:
             continue
-        if tiles * pieces >= (BUSY if is_long and not is_small else WELL_BUSY) * multiprocessors:
+        if tiles * pieces >= least_busy:
             return Tiling(width, outputs, (token_tiles, output_tiles, pieces))
     return None
 
@@ -111,7 +115,7 @@ def few_outputs_linear(x: Tensor, weight: Tensor, tiling: Tiling, bias: Tensor |
         BLOCK_N=tiling.outputs,
         BLOCK_K=block_k,
         num_warps=WARPS,
-        num_stages=min(MAX_STAGES, (shared_memory(x.device) - RESERVED_BYTES) // stage),
+        num_stages=min(MAX_STAGES, (shared_memory(x.device) - SPARE_BYTES) // stage),
         **early_launch(x),
     )
     return out if tiling.pieces > 1 else out[0]
@@ -141,7 +145,7 @@ def _few_outputs_kernel(
     EARLY: tl.constexpr,
 ):
     # Tiles of the same outputs are neighbours, and share the weight's rows. The last tile of tokens ends with the last
-    # one, and computes some that the tile before it computes, too: tiles that lack tokens take longer.
+    # one, and computes some that the tile before it computes, too: tiles that lack tokens would take longer.
     token = tl.maximum(tl.minimum(tl.program_id(0) * (FIRST + SECOND), tokens - FIRST - SECOND), 0)
     output = tl.program_id(1) * BLOCK_N
     piece, pieces = tl.program_id(2), tl.num_programs(2)
