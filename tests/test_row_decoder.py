@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,16 +136,19 @@ def test_qwen3_of_600_million_fits(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_one_request_on_a_gpu(tmp_path: Path, enforce_eager: bool) -> None:
-    """A request alone has the log-probabilities that it has beside another: two rows take the layers' launches."""
+def test_one_request_on_a_gpu(tmp_path: Path, make_llm: Callable[..., LLM], enforce_eager: bool) -> None:
+    """A request alone has the log-probabilities that it has beside another: two rows take a launch for each product."""
     write_config("0.6b", str(tmp_path))
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
+    llm = make_llm(str(tmp_path), load_format="dummy", dtype="bfloat16", enforce_eager=enforce_eager)
+    assert llm.engine.ranks.runner.steps._row_decoder is not None
     prompt = torch.randint(0, 150_000, (700,), generator=torch.Generator().manual_seed(0)).tolist()
-    params = greedy(32, ignore_eos=True, logprobs=0)
-    with LLM(str(tmp_path), enforce_eager=enforce_eager, **options) as llm:
-        assert llm.engine.ranks.runner.steps._row_decoder is not None
-        (alone,) = llm.generate([prompt], params, use_tqdm=False)
-        beside, _ = llm.generate([prompt, prompt[:50]], params, use_tqdm=False)
+    check_alone_and_beside(llm, prompt)
+
+
+def check_alone_and_beside(llm: LLM, prompt: list[int]) -> None:
+    params = greedy(32, ignore_eos=True, logprobs=0, detokenize=False)
+    (alone,) = llm.generate([prompt], params, use_tqdm=False)
+    beside, _ = llm.generate([prompt, prompt[:50]], params, use_tqdm=False)
     pairs = list(zip(alone.token_ids, beside.token_ids, strict=True))
     first = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
     assert first > 0  # a prompt's step has drawn it; two rows' last bits may differ, and so may a later token
