@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from decoder_rows import launch_row
 from guess_launches import draft_and_accept
 from torch import Tensor, empty
 
@@ -399,6 +400,8 @@ def of_the_rest() -> Iterator[Launch]:
         yield Launch(f"norms of {tokens} x {size} in {dtype}", call, size == 4096 and tokens == 300)
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
+    for dtype in (BF16, FP16):
+        yield Launch(f"a row of Qwen3-0.6B in {dtype}", partial(launch_row, dtype), dtype == BF16)
     for rows, places in ((1, 8), (32, 160), (128, 64)):
         yield Launch(f"guesses of {rows} rows", partial(draft_and_accept, rows, places), often=True)
 

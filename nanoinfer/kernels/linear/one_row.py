@@ -30,6 +30,7 @@ MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of 
 REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
 LOAD = 16  # bytes that a thread loads at once
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
+SHORT_ROW = 2048  # numbers of 16 bits: up to here, half as many warps wait less for each other (measured on an H200)
 
 
 def is_one_row(x: Tensor) -> bool:
@@ -100,6 +101,8 @@ def _launch(
     block_n, per_multiprocessor, warps = (
         choose_group_programs(block_k, of_groups) if of_groups else choose_programs(block_k, scales is not None)
     )
+    if isinstance(weight, Tensor) and weight.itemsize == 2 and block_k <= SHORT_ROW and of_row is None and lane is None:
+        warps //= 2
     programs = min(triton.cdiv(weight_rows, block_n), per_multiprocessor * num_multiprocessors(x.device))
     per_load = LOAD // numbers.itemsize if isinstance(weight, Tensor) else None
     _one_row_kernel[(programs,)](

@@ -28,6 +28,7 @@ from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.pending_tokens import Launched
 from nanoinfer.runner.steps.pooling import pool
 from nanoinfer.runner.steps.prefill_inputs import TABLE_STEP, PrefillInputs
+from nanoinfer.runner.steps.row_decoder import RowDecoder
 
 
 class Steps:
@@ -48,6 +49,7 @@ class Steps:
         groups = self.kv_cache.layout.groups
         self.max_blocks = [TABLE_STEP * -(-config.max_model_len // (group.block_size * TABLE_STEP)) for group in groups]
         self.sampler = Sampler(self.model.first_id, tp)
+        self._row_decoder = RowDecoder.of(self.model, config.description, self.kv_cache.layers, backend)
         prefixes = None
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
@@ -203,6 +205,8 @@ class Steps:
 
         adapters: [rows], as InputBatch has them; None: no row has one
         """
+        if self._row_decoder is not None and adapters is None and self._row_decoder.takes(token_ids, context):
+            return self._row_decoder(token_ids, context)
         self.backend.prepare_decode(context)
         return self._run(token_ids, context, adapters)
 

@@ -1,0 +1,1 @@
+"""Whole decoders in one launch."""
