@@ -1,0 +1,1 @@
+"""Attention of a decode step of one row."""
