@@ -37,7 +37,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 
 MAX_HEAD_DIM, MAX_GROUP = 256, 16
 MAX_TILE = 128  # keys
-TILE_BYTES = 32 << 10  # of keys in a program's registers, and as many of values
+TILE_NUMBERS = 16384  # of keys in a program's registers, and as many of values
 RECEIVED_AT_ONCE = 4096  # numbers of messages, at most
 
 
@@ -51,8 +51,10 @@ class Division(NamedTuple):
     def of(cls, k_cache: Tensor, block_tables: Tensor) -> Division:
         """Return them for a cache, [blocks, block_size, kv_heads, head_dim], and tables of one row."""
         _, block_size, kv_heads, head_dim = k_cache.shape
-        token_bytes = triton.next_power_of_2(head_dim) * k_cache.itemsize
-        tile = math.gcd(block_size, min(MAX_TILE, TILE_BYTES // token_bytes))  # so that a tile lies in one block
+        # Products of float32 take registers, too.
+        numbers = TILE_NUMBERS if k_cache.itemsize == 2 else TILE_NUMBERS // 4
+        tile = min(MAX_TILE, numbers // triton.next_power_of_2(head_dim))
+        tile = math.gcd(block_size, tile)  # so that a tile lies in one block
         most = block_tables.shape[1] * block_size // tile
         # All programs run at once, a multiprocessor's each.
         return cls(tile, max(1, min(most, num_multiprocessors(k_cache.device) // kv_heads - 1)))
