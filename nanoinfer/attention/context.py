@@ -46,14 +46,12 @@ class GroupContext:
     block_tables: [seqs, max blocks] int32, in pages
     divided_tables: [pieces, max blocks] int32, of PackedQueries.divided, if it is given
     plan: the attention backend's, of a decode step
-    room: of kernels.attention.one_row, in a decode step of one row whose layers may attend by it; None: they may not
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     divided_tables: Tensor | None = None
     plan: Any = None
-    room: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
 from nanoinfer.kernels.attention.bundles import Bundles, bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
-from nanoinfer.kernels.attention.one_row.attend import room_of_one_row
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
@@ -27,7 +26,6 @@ class TritonBackend:
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
         prefixes, bundles = context.prefixes, None
-        is_one_row = len(context.context_lens) == 1 and context.guesses is None and prefixes is None
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
             k_cache, _ = context.layers[group.layers[0]]
             if context.guesses is not None:
@@ -36,7 +34,6 @@ class TritonBackend:
             own.plan = plan_decode(
                 context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
             )
-            own.room = room_of_one_row(k_cache, own.block_tables) if is_one_row else None
             prefixes = None  # the first group's alone
 
     def prefill(

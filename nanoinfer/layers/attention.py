@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.one_row.attend import attend_to_one_row, is_one_row
 from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store
 from nanoinfer.kernels.attention.sum_squares import sum_squares
 from nanoinfer.layers.linear import gather
@@ -59,8 +58,6 @@ class Attention(nn.Module):
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None or norms[1] is None else norms[1].norm
         self.parts, self.value_norm = parts, value_norm
-        is_plain = parts == "qkv" and not value_norm and full_norms is None and scoring.sinks is None
-        self.fits_one_launch = is_plain and query_scales is None and (rotary is None or rotary.sections is None)
 
     def forward(self, qkv: Tensor, context: Context) -> Tensor:
         """Attend from a step's tokens.
@@ -69,24 +66,6 @@ class Attention(nn.Module):
         """
         k_cache, v_cache = context.layers[self.layer]
         group, rotary = context.groups[self.group], self.rotary
-        if group.room is not None and self.fits_one_launch and is_one_row(qkv, k_cache):
-            return attend_to_one_row(
-                qkv,
-                self.q_norm,
-                self.k_norm,
-                None if rotary is None else rotary.cos_sin,
-                rotary is not None and rotary.interleaved,
-                context.rotary_rows,
-                k_cache,
-                v_cache,
-                group.slot_mapping,
-                group.block_tables,
-                context.context_lens,
-                group.room,
-                self.scoring.scale,
-                self.scoring.window,
-                self.scoring.softcap,
-            )
         q = norm_rotate_store(
             qkv,
             self.q_norm,

@@ -20,7 +20,6 @@ from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.attention.one_row.attend import attend_to_one_row, room_of_one_row
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
@@ -243,19 +242,6 @@ def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
     norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
 
 
-def attend_alone(head_dim: int, group: int, cache: torch.dtype, window: int | None) -> None:
-    """Attend from a single row."""
-    _, keys, tables = paged(head_dim, 32, 4, 1, cache)
-    qkv, norm, room = (
-        empty(1, 4 * group + 8, head_dim, dtype=cache),
-        norm_of(head_dim, cache),
-        room_of_one_row(keys, tables),
-    )
-    assert room is not None
-    how = empty(4096, head_dim), False, numbers(1), keys, keys, numbers(1), tables, numbers(1), room, 1.0, window
-    attend_to_one_row(qkv, norm, norm, *how)
-
-
 def delta(tokens: int, matrices: torch.dtype, is_prefill: bool) -> None:
     """Go on with the memories of Qwen3-Next's layers, or fill them."""
     key_heads, value_heads, dim, slots = 16, 32, 128, 64
@@ -400,10 +386,6 @@ def of_attention() -> Iterator[Launch]:
     for head_dim, cache, most in product(HEADS, (BF16, FP8), (0, 8)):
         call = partial(share, head_dim, 16, cache, most)
         yield Launch(f"prefixes, {most} guesses, {head_dim=}, {cache=}", call, (head_dim, cache) == (128, BF16))
-    for head_dim, group, cache, window in product((64, 128, 256), (1, 2, 8, 16), (BF16, FP32), (None, 1024)):
-        call = partial(attend_alone, head_dim, group, cache, window)
-        often = (head_dim, cache, window) == (128, BF16, None) and group in (2, 8)
-        yield Launch(f"one row, {head_dim=}, {group=}, {cache=}, {window=}", call, often)
     for head_dim, cache in product(HEADS, (BF16, FP8)):
         named = f"keys, {head_dim=}, {cache=}"
         yield Launch(named, partial(store, head_dim, 300, cache), (head_dim, cache) == (128, FP8))

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2, weigh_keys
+from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import RESERVED_BYTES, shared_memory
 
@@ -330,9 +330,13 @@ def _paged_prefill_kernel(
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
                     # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
                     scores = tl.where(seen, scores, -1e30)
-                weights, rescale, top, total = weigh_keys(scores, top, total)
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                rescale = tl.exp2(top - new_top)
+                total = total * rescale + tl.sum(weights, axis=1)
                 v = tl.load(v_cache_ptr + key + own_d[None, :], mask=v_mask, other=0.0).to(q.dtype)
-                acc = acc * rescale + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                top = new_top
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
         out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + own_d[None, :]

@@ -280,19 +280,26 @@ def _norm_rotate_store_kernel(
     i = tl.arange(0, BLOCK_HALF)[None, :]
     in_head = i < HALF
     turns = i < ROTARY_DIM // 2
-    at, apart = places_of_pairs(i, turns, HALF, ROTARY_DIM, INTERLEAVED)
+    # Lane i has the elements `at` and `at + apart` of a head: a pair to rotate, or two of the rest.
+    if INTERLEAVED:
+        at, apart = 2 * i, 1
+    elif ROTARY_DIM == 0 or ROTARY_DIM == 2 * HALF:
+        at, apart = i, HALF
+    else:
+        at = tl.where(turns, i, i + ROTARY_DIM // 2)
+        apart = tl.where(turns, ROTARY_DIM // 2, HALF - ROTARY_DIM // 2)
     is_q = head < HEADS
     is_k = (head >= HEADS) & (head < (HEADS if PARTS == "q" else HEADS + KV_HEADS))
     is_v = (head >= HEADS + KV_HEADS) & (head < (HEADS + 2 * KV_HEADS if PARTS == "qkv" else 0))
     if NORM == "head":
-        q_weight1, q_weight2 = load_pairs(q_weight_ptr + at, apart, in_head)
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, in_head)
         if PARTS == "q":
             k_weight1, k_weight2 = q_weight1, q_weight2
         else:
-            k_weight1, k_weight2 = load_pairs(k_weight_ptr + at, apart, in_head)
+            k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, in_head)
     elif NORM == "full":
-        q_weight1, q_weight2 = load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
-        k_weight1, k_weight2 = load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
+        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
     # The predecessor, a product, does not write these, so they are complete.
     slot = -1
     if PARTS != "q":
@@ -310,27 +317,27 @@ def _norm_rotate_store_kernel(
     wait_for_predecessor(EARLY)
 
     source = qkv_ptr + token * TOKEN_STRIDE + head * (2 * HALF) + at
-    first, second = load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
+    first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     value1, value2 = first, second
     if NORM != "none":
         if NORM == "head":
-            scale = scale_of_heads(out1, out2, eps, HALF)
+            scale = tl.rsqrt(tl.sum(out1 * out1 + out2 * out2, axis=1) / (2 * HALF) + eps)[:, None]
             if VALUE_NORM:
                 value1, value2 = (out1 * scale).to(first.dtype), (out2 * scale).to(first.dtype)
         else:
             mean_square = tl.load(mean_squares_ptr + 2 * token + tl.where(is_q, 0, 1))
             scale = tl.rsqrt(mean_square + eps)
-        out1 = norm_heads(out1, scale, tl.where(is_q, q_weight1, k_weight1), first.dtype, PLUS_ONE)
-        out2 = norm_heads(out2, scale, tl.where(is_q, q_weight2, k_weight2), first.dtype, PLUS_ONE)
+        out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
+        out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
     if ROTARY_DIM > 0:
-        out1, out2 = rotate_pairs(out1, out2, cos, sin)
+        out1, out2 = out1 * cos - out2 * sin, out2 * cos + out1 * sin
         if SCALE_QUERIES:
             out1, out2 = out1 * query_scale, out2 * query_scale
     out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
-    store_pairs(q_target, out1, out2, apart, is_q & in_head)
+    _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
         key1, key2 = out1, out2
         kept1, kept2 = value1, value2  # names of their own: FP8's come in another type, which a branch may not change
@@ -344,51 +351,26 @@ def _norm_rotate_store_kernel(
             v_place, has_value = k_place, is_k
         number = k_cache_ptr.dtype.element_ty
         k_target, v_target = k_cache_ptr + k_place * (2 * HALF) + at, v_cache_ptr + v_place * (2 * HALF) + at
-        store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
-        store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
+        _store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
+        _store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
 
 
 @triton.jit
-def places_of_pairs(i, turns, HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return `at` and `apart`: lane i has the elements at and at + apart of a head, a pair to rotate or two others."""
-    if INTERLEAVED:
-        return 2 * i, 1
-    elif ROTARY_DIM == 0 or ROTARY_DIM == 2 * HALF:
-        return i, HALF
-    else:
-        return tl.where(turns, i, i + ROTARY_DIM // 2), tl.where(turns, ROTARY_DIM // 2, HALF - ROTARY_DIM // 2)
-
-
-@triton.jit
-def scale_of_heads(wide1, wide2, eps, HALF: tl.constexpr):
-    """Return what an RMSNorm multiplies each head by, [heads, 1]."""
-    return tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1) / (2 * HALF) + eps)[:, None]
-
-
-@triton.jit
-def rotate_pairs(first, second, cos, sin):
-    """Turn each lane's pair by its angle."""
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
-def norm_heads(wide, scale, weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
+def _norm(wide, scale, is_q, q_weight, k_weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
     """Normalise `wide`; round to dtype where the reference rounds, but return float32."""
     if PLUS_ONE:
-        return (wide * scale * (1 + weight.to(tl.float32))).to(dtype).to(tl.float32)
+        return (wide * scale * (1 + tl.where(is_q, q_weight, k_weight).to(tl.float32))).to(dtype).to(tl.float32)
     else:
-        return ((wide * scale).to(dtype) * weight).to(tl.float32)
+        return ((wide * scale).to(dtype) * tl.where(is_q, q_weight, k_weight)).to(tl.float32)
 
 
 @triton.jit
-def load_pairs(ptr, apart, mask):
-    """Load both elements of each lane, the first at ptr."""
+def _load_pairs(ptr, apart, mask):
     return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + apart, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_pairs(ptr, first, second, apart, mask):
-    """Store both elements of each lane, the first at ptr."""
+def _store_pairs(ptr, first, second, apart, mask):
     tl.store(ptr, first, mask=mask)
     tl.store(ptr + apart, second, mask=mask)
 

@@ -72,19 +72,6 @@ def scores_in_log2(products, factor, CAP: tl.constexpr):
 
 
 @triton.jit
-def weigh_keys(scores, top, total):
-    """Go on with a softmax over keys: take in the scores of some more, [queries, keys], times log2(e).
-
-    top, total: [queries], the largest score so far, and the sum of the keys' weights for it
-    Returns the keys' weights, the factor of what came before, and the new top and total.
-    """
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_top[:, None])
-    rescale = tl.exp2(top - new_top)
-    return weights, rescale[:, None], new_top, total * rescale + tl.sum(weights, axis=1)
-
-
-@triton.jit
 def load_sinks(sinks_ptr, head, mask):
     """Load heads' sinks times log2(e), as float32; where the mask is False, the score of a key that nobody sees."""
     return tl.maximum(tl.load(sinks_ptr + head, mask=mask, other=-1e30) * LOG2_E, -1e30)

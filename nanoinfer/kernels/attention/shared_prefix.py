@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
-from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2, weigh_keys
+from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
@@ -155,9 +155,13 @@ def _prefix_kernel(
                 offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
                 k = tl.load(k_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
                 scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
-                weights, rescale, top, total = weigh_keys(scores, top, total)
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                rescale = tl.exp2(top - new_top)
+                total = total * rescale + tl.sum(weights, axis=1)
                 v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
-                acc = acc * rescale + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                top = new_top
             if IN_FP8:
                 acc *= tl.load(kv_scales_ptr + 1)
             place = (part * rows + row) * (KV_HEADS * GROUP) + head

@@ -47,7 +47,7 @@ def send(inboxes_ptr, rank, place, x, mask):
 @triton.jit
 def as_message(x):
     """Replace negative zeros by zeros."""
-    return tl.where(is_empty(x), 0.0, x)
+    return tl.where(_is_empty(x), 0.0, x)
 
 
 @triton.jit
@@ -110,11 +110,11 @@ def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
         own_ptrs = tl.broadcast_to(tl.reshape(ptrs, [1, ptrs.numel]), [COPIES, ptrs.numel])
         own_mask = tl.broadcast_to(tl.reshape(mask, [1, ptrs.numel]), [COPIES, ptrs.numel])
     x = tl.load(own_ptrs, mask=own_mask, other=0.0, volatile=True)
-    waiting = tl.max(is_empty(x).to(tl.int32))
+    waiting = tl.max(_is_empty(x).to(tl.int32))
     looks = 1
     while waiting != 0:
         x = tl.load(own_ptrs, mask=own_mask, other=0.0, volatile=True)
-        waiting = tl.max(is_empty(x).to(tl.int32))
+        waiting = tl.max(_is_empty(x).to(tl.int32))
         if stop_ptr is not None:
             looks += 1
             if looks % LOOKS == 0:
@@ -128,6 +128,5 @@ def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
 
 
 @triton.jit
-def is_empty(x):
-    """Return where x, as it was loaded, is no message."""
+def _is_empty(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True) == NEGATIVE_ZERO

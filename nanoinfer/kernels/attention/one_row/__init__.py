@@ -1,1 +1,0 @@
-"""Attention of a decode step of one row."""
