@@ -25,7 +25,6 @@ from nanoinfer.kernels.launch import (
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
-HALVED = (128, 2)  # numbers of a head, and bytes of one: for these, half tiles are faster with any number of rows
 MANY_ROWS = 512
 # What a row's workers leave to the last of them grows with the queries of a bundle (calculated for an H100).
 LEAST_WORKERS, PROGRAMS_OF_A_BUNDLE = 8, 64
@@ -145,8 +144,7 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
     are_bundles: the rows are bundles, whose scores would lack registers in larger tiles
     """
     _, block_size, kv_heads, head_dim = k_cache.shape
-    block_d = triton.next_power_of_2(head_dim)
-    in_halves = rows <= FEW_ROWS or are_bundles or (block_d, k_cache.itemsize) == HALVED
+    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS or are_bundles
     if k_cache.dtype == FP8 and block_d <= 128 and not are_bundles:
         # Other programs compute while one converts numbers. But where more than two share a row's keys, combining their
         # results costs more.
@@ -160,8 +158,8 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
             return Programs(large, stages=3, warps=8, per_multiprocessor=1)
         return Programs(math.gcd(block_size, 16), stages=3, warps=8, per_multiprocessor=1)
     tile = min(MAX_TILE, TILE_BYTES // token_bytes)
-    tile = math.gcd(block_size, tile // 2 if in_halves else tile)  # so that a tile lies in one block
-    return Programs(tile, stages=5 if in_halves else 3, warps=4, per_multiprocessor=2)
+    tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
+    return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
 
 
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])
