@@ -317,7 +317,7 @@ class TestCompany:
         together = make_llm(device="cpu", **options)
         assert_equal(generate(together, COMPANY), expected_alone)
         assert (together.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
-        assert not together.engine.matchers._matchers
+        assert not together.engine.matchers._followed
 
     def test_more_guided_rows_than_are_drawn_at_once(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(max_num_seqs=160)
@@ -348,17 +348,17 @@ class TestCompany:
                 break
         assert outputs[aborted]["finish_reason"] == "abort"
         assert outputs[kept]["text"] == expected["text"]
-        assert not llm.engine.matchers._matchers
+        assert not llm.engine.matchers._followed
 
     def test_a_failed_step_frees_the_matchers(
         self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         llm = make_llm()
-        monkeypatch.setattr(llm.engine.matchers, "masks", lambda seqs: 1 / 0)
+        monkeypatch.setattr(llm.engine.matchers, "masks", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(llm, guided())
         monkeypatch.undo()
-        assert not llm.engine.matchers._matchers
+        assert not llm.engine.matchers._followed
         assert_valid(generate(llm, guided())[0], PERSON)
 
     def test_masks_are_made_while_the_next_step_runs(

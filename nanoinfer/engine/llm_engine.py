@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 
 from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
@@ -22,7 +23,7 @@ from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.speculation.draws import read_plain, read_verified
+from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
 from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar import Grammar
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -124,7 +125,8 @@ class LLMEngine:
     def step(self) -> StepResult:
         """Launch the next step, if one can be planned, and read back the one before it.
 
-        The masks of guided rows need the tokens of the step before. The host makes them while the device computes.
+        The masks of guided rows need the tokens of the step before. The host makes them while the device computes. The
+        step itself makes the guesses, so the masks behind these come when it has run.
         """
         self.check_ready()
         with self.ranks.undivided():
@@ -143,7 +145,7 @@ class LLMEngine:
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
-                masks = self.matchers.masks(launched.guided)
+                masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
                 launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
@@ -164,8 +166,9 @@ class LLMEngine:
         message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
         result.note_transfers(message.transfers)
         guided = self.matchers.guided(seqs)
-        tokens = self.ranks.call("launch" if guided else "run", message)
-        return InFlight(step, seqs, guided, tokens, result, None if self.in_flight else now)
+        told = self.ranks.call("launch" if guided else "run", message)
+        tokens, guesses = (None, told) if guided else (told, None)
+        return InFlight(step, seqs, guided, tokens, guesses, result, None if self.in_flight else now)
 
     def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
@@ -213,6 +216,13 @@ class LLMEngine:
         if fault is not None:
             raise RuntimeError(fault)
 
+    def _read_guesses(self, launched: InFlight) -> list[list[int]]:
+        """Wait for the guesses of a step's guided sequences; returns those of each."""
+        if launched.guesses is None:
+            return [[] for _ in launched.guided]
+        with fresh_torch_state():
+            return read_guesses(launched.seqs, launched.guided, self.ranks.wait(launched.guesses))
+
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
         result = done.result
@@ -225,11 +235,13 @@ class LLMEngine:
             if not done.step.guesses:
                 record_extras(done.step, done.seqs, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)
+        num_cut = self.matchers.read(done.seqs, draws.tokens) if done.guided else 0
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, draws.tokens, strict=True))
+        ended += self._end_guided(done.guided)
         if done.step.guesses:
             record_verified(done.seqs, done.tokens.extras, draws.proposed)
             failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
-        done.note_ends([*failed, *ended, *self._advance_matchers(done.guided)], draws, num_dropped)
+        done.note_ends([*failed, *ended], draws, num_dropped + num_cut)
         self.counters.note_step(result, self.on_step)
         return result
 
@@ -241,11 +253,11 @@ class LLMEngine:
             self.finish(seq, "error", why)
         return list(failed)
 
-    def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:
-        """Let the matchers read their sequences' newest tokens; returns the sequences that end by that."""
+    def _end_guided(self, guided: list[Sequence]) -> list[Sequence]:
+        """End the guided sequences whose matchers say so, behind their newest tokens; returns them."""
         ended = []
         for seq in guided:
-            if (end := self.matchers.advance(seq)) is not None:
+            if (end := self.matchers.end_of(seq)) is not None:
                 if not seq.is_finished:
                     ended.append(seq)
                 self.finish(seq, *end)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,77 +17,150 @@ from nanoinfer.runner.message import MaskMessage
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Mask = npt.NDArray[np.uint32]  # one sequence's; bit i % 32 of word i // 32 is token i's
+Mask = npt.NDArray[np.uint32]  # one token's; bit i % 32 of word i // 32 is token i's
 ALL = -1  # 32 tokens that may all be drawn
 
 
+class Followed(NamedTuple):
+    """A sequence's way through its grammar.
+
+    lines: a matcher that has read the last known token; behind it, one for each guess of the step in flight that may
+        hold and behind which the text goes on. A text that ends, ends with the token behind the last one, if not before
+    thread: the number of the thread that makes its masks
+    """
+
+    lines: list[LLMatcher]
+    thread: int
+
+
 class Matchers:
-    """The matcher of each guided sequence that has not ended. A preempted sequence keeps its own."""
+    """The matchers of each guided sequence that has not ended. A preempted sequence keeps its own."""
 
     def __init__(self) -> None:
-        self._matchers: dict[Sequence, tuple[LLMatcher, int]] = {}  # each with the number of its thread
+        self._followed: dict[Sequence, Followed] = {}
         self._num_words = 0  # of a mask
         self._threads = ThreadPoolExecutor(NUM_THREADS, "masks")  # starts a thread when there is work for it
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
         self._num_words = grammar.num_words
-        self._matchers[seq] = grammar.matcher()
+        matcher, thread = grammar.matcher()
+        self._followed[seq] = Followed([matcher], thread)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence, guided or not, that has ended."""
-        self._matchers.pop(seq, None)
+        self._followed.pop(seq, None)
 
     def clear(self) -> None:
         """Forget every sequence."""
-        self._matchers.clear()
+        self._followed.clear()
 
     def guided(self, seqs: list[Sequence]) -> list[Sequence]:
         """Return the guided ones among the sequences, in their order."""
-        return [seq for seq in seqs if seq in self._matchers] if self._matchers else []
+        return [seq for seq in seqs if seq in self._followed] if self._followed else []
 
-    def advance(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
-        """Read a sequence's newest token; returns why that ends the sequence, with what is wrong; None: it goes on.
+    def read(self, seqs: list[Sequence], tokens: list[Any]) -> int:
+        """Read the tokens that a step has drawn for its sequences, before these get them; tokens: as Draws has them.
 
-        A sequence that ended before has no matcher: the token that the step has computed for it does not count.
+        Of a list of tokens, those behind the end of the text go; returns how many went. A sequence that ended before
+        has no matcher: the tokens that the step has computed for it do not count.
         """
-        if seq not in self._matchers:
+        num_behind = 0
+        for place, seq in enumerate(seqs):
+            if seq not in self._followed:
+                continue
+            new, lines = tokens[place], self._followed[seq].lines
+            if isinstance(new, list):
+                num_behind += len(new[len(lines) :])
+                del new[len(lines) :]
+            else:
+                new = [new]
+            if new:
+                lines[:] = lines[len(new) - 1 : len(new)]
+                if new[-1] not in seq.stop_ids:
+                    lines[0].consume_token(new[-1])
+        return num_behind
+
+    def end_of(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
+        """Return why a sequence ends with the tokens that were read, with what is wrong; None: it goes on."""
+        if seq not in self._followed:
             return None
-        matcher, _ = self._matchers[seq]
+        matcher = self._followed[seq].lines[0]
         if seq.is_finished:
             self.drop(seq)
-        ended_by_token = seq.finish_reason == "stop"
-        if not ended_by_token:
-            matcher.consume_token(seq.token_ids[-1])
         if matcher.is_error():  # perhaps since its last mask, which then allowed an end
             return "error", f"structured_outputs: {error_of(matcher)}"
-        return ("stop", None) if matcher.is_stopped() and not ended_by_token else None
+        return ("stop", None) if matcher.is_stopped() and seq.finish_reason != "stop" else None
 
-    def masks(self, seqs: list[Sequence]) -> MaskMessage:
-        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile."""
-        words = array("i", [ALL]) * (len(seqs) * self._num_words)
-        masks = np.frombuffer(words, dtype=np.uint32).reshape(len(seqs), -1)
-        shares: dict[int, list[tuple[Mask, Sequence]]] = {}
-        for mask, seq in zip(masks, seqs, strict=True):
-            if seq in self._matchers:
-                shares.setdefault(self._matchers[seq][1], []).append((mask, seq))
+    def masks(self, seqs: list[Sequence], read_guesses: Callable[[], list[list[int]]]) -> MaskMessage:
+        """Make the masks of the sequences' next tokens, and of those behind their guesses.
+
+        read_guesses: waits for each sequence's guesses, while the other masks are there already
+
+        All tokens are allowed where a sequence has ended meanwhile, and behind a guess that cannot hold.
+        """
+        words, masks = self._blank(len(seqs))
+        self._share(self._begin, zip(seqs, masks, strict=True))
+        guesses = read_guesses()
+        words_behind, masks_behind = self._blank(sum(map(len, guesses)))
+        ends = np.cumsum([len(own) for own in guesses])[:-1]
+        behind = np.split(masks_behind, ends)
+        jobs = zip(seqs, masks, guesses, behind, strict=True)
+        self._share(self._follow, (job for job in jobs if job[2]))
+        return MaskMessage([len(own) for own in guesses], words, words_behind)
+
+    def _blank(self, count: int) -> tuple[array[int], npt.NDArray[np.uint32]]:
+        """Return so many masks that allow all, as words and as rows of these."""
+        words = array("i", [ALL]) * (count * self._num_words)
+        return words, np.frombuffer(words, dtype=np.uint32).reshape(count, self._num_words)
+
+    def _share(self, make: Callable[..., None], jobs: Iterable[tuple[Any, ...]]) -> None:
+        """Let the threads make the masks of sequences; each job has the arguments of one, itself first."""
+        shares: dict[int, list[tuple[Any, ...]]] = {}
+        for job in jobs:
+            if job[0] in self._followed:
+                shares.setdefault(self._followed[job[0]].thread, []).append(job)
+
+        def run(share: list[tuple[Any, ...]]) -> None:
+            for job in share:
+                make(*job)
+
         first, *others = shares.values() or [[]]
-        pending = [self._threads.submit(self._fill, share) for share in others]
-        self._fill(first)
+        pending = [self._threads.submit(run, share) for share in others]
+        run(first)
         for future in pending:
             future.result()
-        return MaskMessage(len(seqs), words)
 
-    def _fill(self, share: list[tuple[Mask, Sequence]]) -> None:
-        for mask, seq in share:
-            matcher, _ = self._matchers[seq]
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if seq.num_output_tokens < seq.params.min_tokens:
-                _suppress(mask, seq.stop_ids)
+    def _begin(self, seq: Sequence, mask: Mask) -> None:
+        """Make the mask of a sequence's next token."""
+        lines = self._followed[seq].lines
+        del lines[1:]
+        _fill(mask, lines[0], seq, 0)
+
+    def _follow(self, seq: Sequence, mask: Mask, guesses: list[int], behind: Iterable[Mask]) -> None:
+        """Make the masks behind a sequence's guesses, as far as these may hold; mask: of its next token"""
+        lines = self._followed[seq].lines
+        for guess, following in zip(guesses, behind, strict=True):
+            if guess in seq.stop_ids or not mask[guess // 32] >> guess % 32 & 1:
+                return
+            matcher = lines[-1].deep_copy()
+            matcher.consume_token(guess)
+            if matcher.is_stopped():
+                return
+            _fill(following, matcher, seq, len(lines))
+            lines.append(matcher)
+            mask = following
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
+
+
+def _fill(mask: Mask, matcher: LLMatcher, seq: Sequence, num_guesses: int) -> None:
+    """Make the mask of the token behind so many guesses of a sequence; matcher: has read these"""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    if seq.num_output_tokens + num_guesses < seq.params.min_tokens:
+        _suppress(mask, seq.stop_ids)
 
 
 def _suppress(mask: Mask, token_ids: frozenset[int]) -> None:

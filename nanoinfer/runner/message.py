@@ -150,10 +150,11 @@ class DecodeMessage:
 
 @dataclass(slots=True)
 class MaskMessage:
-    """Which tokens may be drawn for the guided rows of a step."""
+    """Which tokens may be drawn for the guided rows of a step, in ascending order."""
 
-    num_rows: int  # the guided rows, in ascending order
+    guesses: list[int]  # how many each of these rows has
     words: array[int]  # as many for each row; bit i % 32 of a row's word i // 32 says whether it may get token i
+    behind: array[int]  # the same behind each guess, row after row
 
 
 StepMessage = PrefillMessage | DecodeMessage

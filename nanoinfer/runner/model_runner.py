@@ -30,6 +30,7 @@ from nanoinfer.runner.cuda_graphs import (
 )
 from nanoinfer.runner.drafting.sizes import VerifySize, most_tokens, verify_sizes
 from nanoinfer.runner.drafting.timing import time_steps
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
@@ -239,10 +240,17 @@ class ModelRunner:
             return self._pending(self._launch(message))
 
     @torch.inference_mode()
-    def launch(self, message: StepMessage) -> None:
-        """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks."""
+    def launch(self, message: StepMessage) -> PendingTokens | None:
+        """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks.
+
+        Returns the guesses of a verifying step, Verifier.guesses, where there is a host, else None.
+        """
         with self.threads.of(message.num_tokens):
-            self._launched = self._launch(message)
+            self._launched = launched = self._launch(message)
+            if launched.places is None or not self.has_host:
+                return None
+            assert self.steps.verifier is not None
+            return self._send(self.steps.verifier.guesses(launched.places)[launched.rows], Extras())
 
     @torch.inference_mode()
     def draw_guided(self, masks: MaskMessage) -> PendingTokens | None:
@@ -261,11 +269,12 @@ class ModelRunner:
 
     def _pending(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
         token_ids = self.steps.redraw(launched, masks)
-        if not self.has_host:
-            return None
+        return self._send(token_ids, launched.extras) if self.has_host else None
+
+    def _send(self, token_ids: Tensor, extras: Extras) -> PendingTokens:
         while self._sent and self._sent[0].is_done:
             self._sent.popleft()
-        self._sent.append(PendingTokens(token_ids, launched.extras))
+        self._sent.append(PendingTokens(token_ids, extras))
         return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:

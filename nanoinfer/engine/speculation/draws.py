@@ -32,6 +32,15 @@ class Draws:
     proposed: list[int] = field(default_factory=list)
 
 
+def read_guesses(seqs: list[Sequence], guided: list[Sequence], told: list[list[int]]) -> list[list[int]]:
+    """Return the guesses of each guided one among a step's sequences.
+
+    told: of each sequence its guesses, then numbers below 0
+    """
+    own = set(guided)
+    return [[guess for guess in row if guess >= 0] for seq, row in zip(seqs, told, strict=True) if seq in own]
+
+
 def read_plain(drawn: list[int]) -> Draws:
     """Return what a plain step says; drawn: each sequence's token or its fault."""
     return Draws(drawn, drawn, [], len(drawn))

@@ -11,7 +11,6 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.step import Chunk, DecodeStep, Step
-from nanoinfer.runner.logits.settings import may_guess
 
 
 class SpeculatingScheduler(Scheduler):
@@ -53,8 +52,7 @@ class SpeculatingScheduler(Scheduler):
         if self.long_from is not None and not seq.is_long:
             end = min(end, self.long_from + 1)  # then it starts again
         # The prompt's last chunk gives the first token.
-        most_guesses = self._max_guesses if may_guess(seq.params) else 0
-        seq.ahead = Ahead(end, most_guesses, num_steps=1, most_tokens=1, drafted=len(seq))
+        seq.ahead = Ahead(end, self._max_guesses, num_steps=1, most_tokens=1, drafted=len(seq))
         seq.check_at = self.block_manager.next_end(len(seq))
         super()._start(seq)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,16 +40,19 @@ class Lines(NamedTuple):
 
     places: [lines] int64, where they stand in the step
     rows: [lines] int64, for which of a group's rows they are; EACH: the rows have one each
+    masks: [lines, words] int32, as for kernels.sampling.masks; None: the rows are not guided
     """
 
     places: Tensor
     rows: Which
+    masks: Tensor | None = None
 
     def split(self, most: int) -> list[Lines]:
         """Split them into parts of so many; a plain step's are never more."""
         if isinstance(self.rows, slice) or len(self.places) <= most:
             return [self]
-        return list(map(Lines, self.places.split(most), self.rows.split(most)))
+        masks = repeat(None) if self.masks is None else self.masks.split(most)
+        return list(map(Lines, self.places.split(most), self.rows.split(most), masks))
 
 
 def number_lines(rows: list[int], proposed: list[int] | None) -> Iterable[tuple[int, int]]:

@@ -71,17 +71,20 @@ class LogitsProcessorGroup:
         self._of_rows: Tensor | None = None  # each row's number among these, see find_lines; made when a step verifies
         self._cutoff_settings = self._find_cutoff_settings()
 
-    def lines(self, drawn: Drawn, max_guesses: int) -> Lines:
-        """Return the group's lines of a step; max_guesses: of a row."""
+    def lines(self, drawn: Drawn, max_guesses: int, masks: Tensor | None) -> Lines:
+        """Return the group's lines of a step; max_guesses: of a row; masks: one for each line, if it is guided."""
         places, rows = drawn.places, self.row_numbers
         if places is None:
-            return Lines(rows - drawn.first_row, EACH)
-        num_rows = len(places.first)
-        most = 0 if self.is_guided else min(len(places.tokens) - num_rows, max_guesses * len(rows))
+            return Lines(rows - drawn.first_row, EACH, masks)
+        num_rows, count = len(places.first), None
+        if masks is not None:
+            count = len(masks) - len(rows)  # the host has read the guesses
+        elif drawn.has_all:
+            count = min(len(places.tokens) - num_rows, max_guesses * len(rows))
         if self._of_rows is None or len(self._of_rows) < num_rows:
             numbers = dict(zip(self._numbers, range(len(rows)), strict=True))
             self._of_rows = self._ints(numbers.get(row, -1) for row in range(num_rows))
-        return Lines(*find_lines(places, rows, self._of_rows, most if drawn.has_all else None))
+        return Lines(*find_lines(places, rows, self._of_rows, count), masks)
 
     def select(self, drawn: Drawn, lines: Lines) -> Tensor:
         """Return these lines of the logits; a view if they are those of rows that follow each other."""
@@ -111,7 +114,7 @@ class LogitsProcessorGroup:
     ) -> Tensor:
         """Return the logits with -inf for the tokens that bans, min_tokens or a form forbid.
 
-        masks: as for kernels.sampling.masks, where each row has one line; None if the rows are not guided
+        rows, masks: as Lines has them
         The others are as for `penalize`.
         """
         for ban in self._bans:

@@ -123,13 +123,13 @@ class LogitsProcessors:
         groups_masks = self._upload_masks(masks, [len(group.row_numbers) for group in groups if group.is_guided])
         none_left = torch.zeros_like(drawn.token_ids, dtype=torch.bool)
         for group in groups:
-            lines, told = group.lines(drawn, self._max_guesses), Extras()
+            own_masks = next(groups_masks) if group.is_guided else None
+            lines, told = group.lines(drawn, self._max_guesses, own_masks), Extras()
             if group.needs_tokens and drawn.places is not None:
                 at, guessed = lines.places, drawn.places
                 self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
-            own_masks = next(groups_masks) if group.is_guided else None
             for some in lines.split(group.at_once):
-                self._redraw(group, some, drawn, none_left, told, own_masks)
+                self._redraw(group, some, drawn, none_left, told)
             if group.asks:
                 extras.logprobs.append(LogProbs.joined(told.logprobs))
             if group.asks_kept:
@@ -144,7 +144,6 @@ class LogitsProcessors:
         drawn: Drawn,
         none_left: Tensor,
         extras: Extras,
-        masks: Tensor | None,
     ) -> None:
         """Draw some lines of a group again; the arguments are those of `redraw`, and what it returns."""
         numbers, rows, at = group.row_numbers[lines.rows], lines.rows, lines.places
@@ -156,7 +155,7 @@ class LogitsProcessors:
             logits = logits.float()
             history = self._history.of(numbers) if group.needs_tokens else None
             penalized = group.penalize(logits, positions, history, rows)
-            allowed = group.forbid(penalized, positions, history, rows, masks)
+            allowed = group.forbid(penalized, positions, history, rows, lines.masks)
             allowed = group.filter(allowed, temperatures, rows)
         cutoff = group.find_cutoff(allowed, temperatures, rows)
         if group.is_drawn:
@@ -173,10 +172,20 @@ class LogitsProcessors:
         extras.logprobs += group.logprobs(logits, token_ids, lines, drawn.first_row)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
-        """Return the masks of each group of guided rows, [rows, words] int32 on the device; sizes: those groups'"""
+        """Yield the masks of each group of guided rows, [lines, words] int32 on the device; sizes: those groups'
+
+        Those of its rows' last tokens come first, then those of their guesses, as number_lines has them.
+        """
         if masks is None:
-            return iter(())
-        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(sizes))
+            return
+        words = upload(masks.words, self.device).view(len(masks.guesses), -1)
+        behind = upload(masks.behind, self.device).view(-1, words.shape[1])
+        begin, first = 0, 0
+        for size in sizes:
+            count = sum(masks.guesses[begin : begin + size])
+            own = words[begin : begin + size]
+            yield torch.cat([own, behind[first : first + count]]) if count else own
+            begin, first = begin + size, first + count
 
     def _count_draw(self, first_row: int) -> None:
         """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""

@@ -173,11 +173,6 @@ def is_plain(params: SamplingParams) -> bool:
     return not (wants_more or params.kept_tokens) and params.logprobs is None
 
 
-def may_guess(params: SamplingParams) -> bool:
-    """Whether a step may verify guesses for a request: the masks of a guided one come from the host, token by token."""
-    return not params.is_guided
-
-
 def changes_logits(message: LogitsMessage) -> bool:
     """Whether a row's token is drawn from other logits than the model's; the filters of a cutoff need no others."""
     params = message.params
