@@ -123,11 +123,10 @@ def random_rows(rng: random.Random, rows: int, most: int) -> GuessingRows:
     guesses = torch.randint(0, 9, (rows, most), generator=torch.Generator().manual_seed(rng.randrange(99)))
     guesses[rng.randrange(rows), rng.randrange(most)] = rng.choice([-1, VOCABULARY])
     last = [rng.randrange(9) for _ in range(rows)]
-    may_guess = [int(rng.random() < 0.8) for _ in range(rows)]
     for row, position in enumerate(positions):
         if position == -1:  # an empty row, as DraftingRows.empty leaves it
-            ends[row] = limits[row] = may_guess[row] = -1
-    return GuessingRows(guesses.int(), *map(ints, (counts, last, positions, ends, limits, may_guess)))
+            ends[row] = limits[row] = -1
+    return GuessingRows(guesses.int(), *map(ints, (counts, last, positions, ends, limits)))
 
 
 def room(rows: int, places: int) -> Places:
@@ -138,10 +137,10 @@ def room(rows: int, places: int) -> Places:
 def wanted_by_hand(args: GuessingRows, has_limits: bool) -> list[int]:
     """How many guesses each row would have if there were places for all."""
     wanted = []
-    for guesses, count, _, position, end, limit, may_guess in zip(*(x.tolist() for x in args), strict=True):
+    for guesses, count, _, position, end, limit in zip(*(x.tolist() for x in args), strict=True):
         count = next((i for i, guess in enumerate(guesses[:count]) if not 0 <= guess < VOCABULARY), count)
         most = min(count, end - position - 2, limit if has_limits else count)
-        wanted.append(max(0, most) if position >= 0 and may_guess else 0)
+        wanted.append(max(0, most) if position >= 0 else 0)
     return wanted
 
 
@@ -300,8 +299,8 @@ def test_places_have_what_their_rows_have(has_more: bool, monkeypatch: pytest.Mo
 
 
 def test_a_draft_model_computes_the_last_two_tokens_and_then_its_own() -> None:
-    """Row 0 has room for guesses behind both tokens, row 1 has none, row 2 may not guess, and row 3 is empty."""
-    rows = DraftedRows(ints([21, 22, 23, 24]), ints([2, 4, 2, -1]), ints([6, 6, 9, 9]), ints([1, 1, 0, 1]))
+    """Row 0 has room for guesses behind both tokens, rows 1 and 2 have none, and row 3 is empty."""
+    rows = DraftedRows(ints([21, 22, 23, 24]), ints([2, 4, 2, -1]), ints([6, 6, 3, 9]))
     texts = torch.arange(40, dtype=torch.int32).view(4, 10)
     tokens, positions, row_of = last_two_tokens_reference(rows, texts, ints([3, 2, 1, -1]))
     assert tokens.tolist() == [31, 0, 0, 0, 21, 0, 0, 0]
@@ -315,7 +314,7 @@ def test_a_draft_model_computes_the_last_two_tokens_and_then_its_own() -> None:
 def test_the_kernels_place_tokens_as_the_references(seed: int) -> None:
     rng, count = random.Random(seed), 1 + 40 * seed
     own = random_rows(rng, count, 3)
-    rows = DraftedRows(own.last_tokens, own.positions, own.ends, own.may_guess)
+    rows = DraftedRows(own.last_tokens, own.positions, own.ends)
     slots = ints([rng.randrange(SLOTS) if position >= 0 else -1 for position in own.positions.tolist()])
     args = rows, random_texts(rng, 5)[1], slots
     assert same(on_device(last_two_tokens_triton, *args)[0], last_two_tokens_reference(*args))

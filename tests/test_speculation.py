@@ -35,7 +35,6 @@ from nanoinfer.runner.message import DecodeMessage, DraftingMessage, JoinMessage
 
 MOST_GUESSES = 3
 WRONG = -7  # a guess that does not hold
-FORM = {"choice": ["a"]}  # who has one may not guess
 
 
 class Places(Budget):
@@ -45,7 +44,7 @@ class Places(Budget):
         super().__init__([(64, 8)], {}, MOST_GUESSES, may_decline=False)
         self.places, self.rng = deque(places), rng
 
-    def choose(self, num_rows: int, num_guessing: int) -> int:
+    def choose(self, num_rows: int) -> int:
         if self.rng is not None:
             return self.rng.choice([0, 0, 1, 2, 8])
         return self.places.popleft() if self.places else 0
@@ -80,11 +79,11 @@ def decode(step: Step | None) -> tuple[list[Sequence], int]:
 class TestScheduler:
     def test_a_step_that_verifies_has_blocks_for_all_guesses_and_for_no_more_than_the_end(self) -> None:
         sched = scheduler(Places(8))
-        far, near, alone = sequence(3, 20), sequence(3, 3), sequence(3, 20, structured_outputs=FORM)
-        started(sched, far, near, alone)
+        far, near = sequence(3, 20), sequence(3, 3)
+        started(sched, far, near)
         step = sched.schedule(in_flight=False)
-        assert decode(step) == ([far, near, alone], 8)
-        assert [seq.num_scheduled for seq in step.seqs] == [7, 5, 4]
+        assert decode(step) == ([far, near], 8)
+        assert [seq.num_scheduled for seq in step.seqs] == [7, 5]
         assert [(seq, column) for seq, _, column in step.grown] == [(far, 1), (near, 1)]
         assert step.max_context_len == 7
 
@@ -182,7 +181,7 @@ def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0) -> list[
     """Let steps run whose guesses hold to a share; returns the places that each had."""
     chosen = []
     for _ in range(count):
-        chosen.append(own.choose(rows, rows))
+        chosen.append(own.choose(rows))
         if chosen[-1]:
             own.note(chosen[-1], [int(share * min(chosen[-1] // rows, 4))] * rows)
     return chosen
@@ -211,7 +210,7 @@ class TestBudget:
         """Guesses hold by chance: what a step with more places has brought says what fewer would have."""
         own, rng, chosen = budget(may_decline=False), random.Random(0), []
         for _ in range(1000):
-            chosen.append(own.choose(1, 1))
+            chosen.append(own.choose(1))
             own.note(chosen[-1], [next((n for n in range(chosen[-1]) if rng.random() > 0.7), chosen[-1])])
         assert chosen.count(4) > 950
 
@@ -223,7 +222,6 @@ class TestBudget:
         own = budget(may_decline=False)
         assert choices(own, 100).count(0) == 0
         assert choices(own, 10, rows=9) == [0] * 10
-        assert own.choose(5, num_guessing=0) == 0
         assert [own.least(rows) for rows in (0, 1, 2, 8, 9)] == [0, 2, 16, 16, 0]
 
     def test_what_is_known_of_some_rows_serves_others(self) -> None:
@@ -232,7 +230,7 @@ class TestBudget:
         assert choices(own, 1, rows=7)[0] > 0
 
     def test_no_sizes_are_no_guesses(self) -> None:
-        assert Budget([], {}, 4, may_decline=False).choose(1, 1) == 0
+        assert Budget([], {}, 4, may_decline=False).choose(1) == 0
 
 
 class TestTextSlots:
@@ -339,7 +337,7 @@ class GuessingDevice(Device):
             for row, join in zip(self.rows[message.num_rows :], message.joins, strict=True):
                 assert isinstance(join, JoinMessage)
                 assert join.drafting is not None
-                row |= {"end": join.drafting.end, "may_guess": join.drafting.may_guess, "text": join.drafting.text}
+                row |= {"end": join.drafting.end, "text": join.drafting.text}
             self.members |= message.members
         else:
             assert all(row["len"] < row["end"] for row in self.rows), "a plain step takes a row behind its end"
@@ -368,12 +366,10 @@ class GuessingDevice(Device):
         start = row["len"]
         row["proposed"] = 0
         if start + 1 >= row["end"]:
-            assert row["may_guess"]
             self.queries.append(range(0))
             return []
-        if row["may_guess"]:
-            most = min(MOST_GUESSES, places, row["end"] - start - 2)
-            row["proposed"] = self.rng.choice([0, most, self.rng.randint(0, most)])
+        most = min(MOST_GUESSES, places, row["end"] - start - 2)
+        row["proposed"] = self.rng.choice([0, most, self.rng.randint(0, most)])
         num_held = self.rng.choice([0, row["proposed"], self.rng.randint(0, row["proposed"])])
         tokens = [self.token({**row, "len": start + 1 + place}) for place in range(num_held + 1)]
         computed = [row["last"], *tokens[:-1], *[WRONG] * (row["proposed"] - num_held)]
@@ -450,9 +446,6 @@ def serve(sched: SpeculatingScheduler, depth: int, requests, rng: random.Random)
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):
         prompt = ([first] * num_first + [then] * length)[:length]
         pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
-        if most and rng.random() < 0.2:
-            for seq in pending[-1]:
-                seq.params = SamplingParams(structured_outputs=FORM, max_tokens=most)
     seqs, in_flight = list(chain(*pending)), deque()
 
     def read_back() -> None:

@@ -104,8 +104,7 @@ class Host:
             chunks.append(ChunkMessage(tokens, 0, tables))
             drafting = None
             if self.runner.verify_sizes:
-                may_guess = slot not in settings or not settings[slot].is_guided
-                drafting = DraftingMessage(tokens, slot, end, max(members, default=-1), may_guess)
+                drafting = DraftingMessage(tokens, slot, end, max(members, default=-1))
             logits = None
             if slot in settings:
                 logits = LogitsMessage(settings[slot], tokens, len(tokens), (), 0)

@@ -73,7 +73,6 @@ class DraftingMessage:
     text: int  # the slot of its text
     end: int  # it has at most so many tokens
     group: int = -1  # whose members' texts may go on alike; -1: none
-    may_guess: bool = True
 
 
 @dataclass(slots=True)

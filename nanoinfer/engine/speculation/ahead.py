@@ -10,7 +10,7 @@ class Ahead:
     """What steps in flight may bring a running sequence: at least a token each, and at most `most_tokens` in all.
 
     end: the sequence has at most so many tokens before it ends or starts again as a long one
-    most_guesses: in a step; 0: it may not guess, so that each step gives it exactly one token
+    most_guesses: in a step
     drafted: a draft model has the keys of so many first tokens; None: of all but the last two
     """
 

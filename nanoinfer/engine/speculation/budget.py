@@ -21,8 +21,8 @@ class Budget:
     It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
     alike, if they have the same table.
 
-    What guesses bring, tokens for each row that may guess, is known by the places that such a row has. A step also says
-    what fewer places would have brought. A size with more of them is tried now and then, if it could be the best.
+    What guesses bring, tokens for each row, is known by the places that a row has. A step also says what fewer places
+    would have brought. A size with more of them is tried now and then, if it could be the best.
     """
 
     def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
@@ -41,37 +41,30 @@ class Budget:
         self._times = {size: times.get(size, verifying[sum(size)]) for size in sizes}
         self._max_guesses = max_guesses
         self._may_decline = may_decline
-        self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row that may guess
+        self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
 
-    def choose(self, num_rows: int, num_guessing: int) -> int:
-        """Return the places for guesses of the next step; 0: it is to be a plain one.
-
-        num_guessing: of the rows, those that may guess
-        """
+    def choose(self, num_rows: int) -> int:
+        """Return the places for guesses of the next step; 0: it is to be a plain one."""
         options = self._options_of(num_rows)
         self._num_steps += 1
-        if not options or num_guessing == 0:
+        if not options:
             return 0
-        rates = {guesses: self._rate(num_rows, num_guessing, guesses) for guesses in options}
+        rates = {guesses: self._rate(num_rows, guesses) for guesses in options}
         if self._may_decline:
             rates[0] = num_rows / self._time(num_rows, 0)
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
-        others = [
-            guesses
-            for guesses in options
-            if guesses > best and self._most(num_rows, num_guessing, guesses) > rates[best]
-        ]
+        others = [guesses for guesses in options if guesses > best and self._most(num_rows, guesses) > rates[best]]
         if others:
-            other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_guessing), 0))
+            other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
             lost = self._time(num_rows, other) / self._time(num_rows, best) - 1
             if self._num_steps - self._tried >= min(max(TRY_EVERY, lost / SPENT), TRY_WITHIN):
                 best, self._tried = other, self._num_steps
         if best:
-            self._ran[self._places(best, num_guessing)] = self._num_steps
+            self._ran[self._places(best, num_rows)] = self._num_steps
         return best
 
     def least(self, num_rows: int) -> int:
@@ -79,7 +72,7 @@ class Budget:
         return min(self._options_of(num_rows), default=0)
 
     def note(self, guesses: int, held: ListLike[int]) -> None:
-        """Learn from a step that had places for guesses; held: of each row that may guess, how many of these held."""
+        """Learn from a step that had places for guesses; held: of each row, how many of these held."""
         if not held:
             return
         most = self._places(guesses, len(held))
@@ -97,18 +90,18 @@ class Budget:
         index = bisect_left(self._rows, num_rows)
         return self._options[self._rows[index]] if num_rows > 0 and index < len(self._rows) else []
 
-    def _places(self, guesses: int, num_guessing: int) -> int:
-        return min(self._max_guesses, guesses // num_guessing)
+    def _places(self, guesses: int, num_rows: int) -> int:
+        return min(self._max_guesses, guesses // num_rows)
 
     def _time(self, num_rows: int, guesses: int) -> float:
         if guesses == 0:
             return self._plain_times[num_rows]
         return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
 
-    def _rate(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+    def _rate(self, num_rows: int, guesses: int) -> float:
         """Return the tokens per second that a step is expected to give."""
-        gain = self._gain(self._places(guesses, num_guessing))
-        return (num_rows + gain * num_guessing) / self._time(num_rows, guesses)
+        gain = self._gain(self._places(guesses, num_rows))
+        return num_rows * (1 + gain) / self._time(num_rows, guesses)
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
@@ -120,9 +113,9 @@ class Budget:
             return gain * places / max(1, nearest)
         return min(gain, float(places))
 
-    def _most(self, num_rows: int, num_guessing: int, guesses: int) -> float:
+    def _most(self, num_rows: int, guesses: int) -> float:
         """Return the tokens per second that a step gives if all its guesses hold."""
-        return (num_rows + min(guesses, self._max_guesses * num_guessing)) / self._time(num_rows, guesses)
+        return (num_rows + min(guesses, self._max_guesses * num_rows)) / self._time(num_rows, guesses)
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:

@@ -81,8 +81,7 @@ class SpeculatingScheduler(Scheduler):
         least = self.budget.least(len(self.decoding))
         if least == 0:
             return 0
-        num_guessing = sum(_ahead(seq).most_guesses > 0 for seq in self.decoding)
-        guesses = self.budget.choose(len(self.decoding), num_guessing)
+        guesses = self.budget.choose(len(self.decoding))
         return guesses or (0 if self._goes_on() else least)
 
     def _goes_on(self) -> bool:
@@ -153,7 +152,7 @@ class SpeculatingScheduler(Scheduler):
             own = _ahead(seq)
             if guesses == 0 and own.drafted is None:
                 own.drafted = max(0, len(seq) - 2)
-            elif guesses and own.most_guesses and own.drafted is not None:
+            elif guesses and own.drafted is not None:
                 if own.drafted < len(seq) + own.most_tokens - 2:
                     lacking.append(Chunk(seq, own.drafted, len(seq), is_last=False))
                 own.drafted = None
@@ -174,8 +173,7 @@ class SpeculatingScheduler(Scheduler):
             own = _ahead(seq)
             own.num_steps -= 1
             own.most_tokens -= own.reach(guesses)
-            if own.most_guesses:
-                held.append(max(0, len(new) - 1))
+            held.append(max(0, len(new) - 1))
             num_taken = self._take(seq, new)
             num_dropped += len(new) - num_taken
             seq.num_accepted_tokens += max(0, num_taken - 1)

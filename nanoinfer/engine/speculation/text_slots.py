@@ -43,7 +43,7 @@ class TextSlots:
         prompt.num_rows += 1
         prompt.slots.append(slot)
         self._changed[prompt.group] = prompt.members
-        return DraftingMessage(seq.token_ids, slot, seq.ahead.end, prompt.group, seq.ahead.most_guesses > 0)
+        return DraftingMessage(seq.token_ids, slot, seq.ahead.end, prompt.group)
 
     def _prompt_of(self, seq: Sequence) -> _Prompt:
         """Return a sequence's prompt, which gets a row. Two prompts of one hash would only guess from each other."""

@@ -19,13 +19,11 @@ class DraftedRows(NamedTuple):
 
     last_tokens, positions: of the last known token; -1: an empty row
     ends: a text has at most so many tokens
-    may_guess: 0: it has no guess
     """
 
     last_tokens: Tensor
     positions: Tensor
     ends: Tensor
-    may_guess: Tensor
 
 
 def last_two_tokens(rows: DraftedRows, texts: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,15 +82,14 @@ def next_tokens_triton(rows: DraftedRows, drawn: Tensor, number: int) -> tuple[T
 def _placed(rows: DraftedRows, number: int) -> Tensor:
     """Return where the token so far behind the last one stands, if there is to be a guess behind it."""
     at = rows.positions + number
-    return at.where((rows.positions >= 0) & (rows.may_guess > 0) & (at + 3 <= rows.ends), -1)
+    return at.where((rows.positions >= 0) & (at + 3 <= rows.ends), -1)
 
 
 @triton.jit
-def _place(positions_ptr, ends_ptr, may_guess_ptr, row, mask, number):
+def _place(positions_ptr, ends_ptr, row, mask, number):
     """_placed for a program's rows."""
     position = tl.load(positions_ptr + row, mask=mask, other=-1)
-    wanted = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
-    wanted &= (position >= 0) & (position + number + 3 <= tl.load(ends_ptr + row, mask=mask, other=0))
+    wanted = (position >= 0) & (position + number + 3 <= tl.load(ends_ptr + row, mask=mask, other=0))
     return tl.where(wanted, position + number, -1)
 
 
@@ -101,7 +98,6 @@ def _last_two_kernel(
     last_tokens_ptr,
     positions_ptr,
     ends_ptr,
-    may_guess_ptr,
     texts_ptr,
     slots_ptr,
     tokens_ptr,
@@ -115,7 +111,7 @@ def _last_two_kernel(
     wait_for_predecessor(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
-    placed = _place(positions_ptr, ends_ptr, may_guess_ptr, row, mask, 0)
+    placed = _place(positions_ptr, ends_ptr, row, mask, 0)
     wanted = placed >= 0
     slot = tl.load(slots_ptr + row, mask=wanted, other=0).to(tl.int64)
     before = tl.load(texts_ptr + slot * width + placed - 1, mask=wanted & (placed > 0), other=0)
@@ -131,7 +127,6 @@ def _last_two_kernel(
 def _next_kernel(
     positions_ptr,
     ends_ptr,
-    may_guess_ptr,
     drawn_ptr,
     tokens_ptr,
     placed_ptr,
@@ -145,4 +140,4 @@ def _next_kernel(
     mask = row < rows
     drawn = tl.load(drawn_ptr + row, mask=mask, other=0)
     tl.store(tokens_ptr + row, tl.maximum(drawn, 0), mask=mask)
-    tl.store(placed_ptr + row, _place(positions_ptr, ends_ptr, may_guess_ptr, row, mask, number), mask=mask)
+    tl.store(placed_ptr + row, _place(positions_ptr, ends_ptr, row, mask, number), mask=mask)

@@ -54,7 +54,6 @@ class GuessingRows(NamedTuple):
     last_tokens, positions: [rows], of the last known token; -1: an empty row
     ends: [rows], a text has at most so many tokens
     limits: [rows], a step verifies at most so many guesses of a row
-    may_guess: [rows]; 0: it has none
     """
 
     guesses: Tensor
@@ -63,7 +62,6 @@ class GuessingRows(NamedTuple):
     positions: Tensor
     ends: Tensor
     limits: Tensor
-    may_guess: Tensor
 
 
 def pack_guesses(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
@@ -82,13 +80,13 @@ def pack_guesses(rows: GuessingRows, places: Places, vocab_size: int, are_free: 
 
 def pack_guesses_reference(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
     """pack_guesses in torch."""
-    guesses, counts, last_tokens, positions, ends, limits, may_guess = rows
+    guesses, counts, last_tokens, positions, ends, limits = rows
     num_rows, most = guesses.shape
     num_places = len(places.tokens) - num_rows
     goes_on = (positions >= 0) & (positions + 1 < ends)
     wanted = torch.minimum(counts, ends - positions - 2).clamp(min=0)
     are_tokens = ((guesses >= 0) & (guesses < vocab_size)).int().cumprod(dim=1).sum(dim=1)
-    wanted = torch.minimum(wanted, are_tokens).where(goes_on & (may_guess > 0), 0)
+    wanted = torch.minimum(wanted, are_tokens).where(goes_on, 0)
     if not are_free or wanted.sum() > num_places:
         wanted = torch.minimum(wanted, limits).clamp(min=0)  # an empty row's limit is negative
     level = (wanted.clamp(max=1 + torch.arange(most)[:, None]).sum(dim=1) <= num_places).sum()  # that all may have
@@ -137,7 +135,6 @@ def _pack_kernel(
     positions_ptr,
     ends_ptr,
     limits_ptr,
-    may_guess_ptr,
     tokens_ptr,
     placed_ptr,
     row_of_ptr,
@@ -167,8 +164,7 @@ def _pack_kernel(
     token = tl.load(guesses_ptr + row[:, None] * MOST + guess[None, :], mask=is_there, other=-1)
     is_token = (token >= 0) & (token < vocab_size)
     wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
-    may_guess = tl.load(may_guess_ptr + row, mask=mask, other=0) > 0
-    wanted = tl.where(goes_on & may_guess, wanted, 0)
+    wanted = tl.where(goes_on, wanted, 0)
     limit = tl.load(limits_ptr + row, mask=mask, other=0)
     tl.store(kept_limits_ptr + row, limit, mask=mask)
     if ARE_FREE:

@@ -74,7 +74,7 @@ class DraftSteps:
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Draw guesses for each of the first rows, as many as there are places for each."""
         batch, columns = self._batch, self._rows
-        of_batch = batch.last_tokens, batch.positions, columns.ends, columns.may_guess
+        of_batch = batch.last_tokens, batch.positions, columns.ends
         rows = DraftedRows(*(column[:num_rows] for column in of_batch))
         depth = min(self._most, -(-guesses // num_rows))
         if self._skips_empty:  # then a step has no more guesses than limits allow

@@ -62,14 +62,13 @@ class DraftingRows:
     texts: the slot of its text; -1: an empty row
     groups: its group; -1: none
     ends: its sequence has at most so many tokens
-    may_guess: 0: it has no guess
     limits: how many guesses it may have in a step
     """
 
     def __init__(self, max_num_seqs: int, max_guesses: int, device: torch.device) -> None:
         self._first_limit = max(1, max_guesses // 2)
-        self._table = torch.full((5, max_num_seqs), -1, dtype=torch.int32, device=device)
-        self.texts, self.groups, self.ends, self.may_guess, self.limits = self._table
+        self._table = torch.full((4, max_num_seqs), -1, dtype=torch.int32, device=device)
+        self.texts, self.groups, self.ends, self.limits = self._table
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy rows; source, destination: [moves] int32, which have no row in common."""
@@ -85,9 +84,8 @@ class DraftingRows:
             [message.text for message in joining],
             [message.group for message in joining],
             [message.end for message in joining],
-            [int(message.may_guess) for message in joining],
             [self._first_limit] * len(joining),
         ]
         flat = array("i", [number for column in columns for number in column])
         (numbers,) = upload_all([flat], self._table.device)
-        self._table[:, start : start + len(joining)] = numbers.view(5, -1)
+        self._table[:, start : start + len(joining)] = numbers.view(4, -1)

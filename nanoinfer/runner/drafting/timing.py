@@ -75,7 +75,7 @@ class TrialRows:
         batch.last_tokens[:rows] = self._tokens[:rows, -1]
         batch.positions[:rows] = length - 1
         drafting.texts[:rows] = torch.arange(rows, device=batch.device)
-        drafting.ends[:rows], drafting.limits[:rows], drafting.may_guess[:rows] = self._end, self._most, 1
+        drafting.ends[:rows], drafting.limits[:rows] = self._end, self._most
 
     def clear(self) -> None:
         """Empty all rows."""

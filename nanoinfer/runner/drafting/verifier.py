@@ -115,7 +115,6 @@ class Verifier:
             batch.positions[:num_rows],
             rows.ends[:num_rows],
             rows.limits[:num_rows],
-            rows.may_guess[:num_rows],
         )
         pack_guesses(guessing, places, self._vocab_size, are_free=not self._skips_empty)
 
