@@ -244,10 +244,11 @@ class TestStructuredOutputs:
         plain = llm.generate(mixed_prompts[:20:2], params[::2], use_tqdm=False)
         assert [output["token_ids"] for output in mixed[::2]] == [output["token_ids"] for output in plain]
 
+    @pytest.mark.parametrize("speculation", [None, "suffix"])
     def test_the_host_does_not_wait_for_the_device_when_it_sends_masks(
-        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+        self, speculation: str | None, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        llm, params = make_llm(max_num_seqs=32), self.params()
+        llm, params = make_llm(max_num_seqs=32, speculation=speculation), self.params()
         llm.generate([[30]] * 20, params, use_tqdm=False)
         call = llm.engine.ranks.runner.call
 

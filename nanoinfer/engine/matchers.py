@@ -22,10 +22,10 @@ ALL = -1  # 32 tokens that may all be drawn
 
 
 class Followed(NamedTuple):
-    """A sequence's way through its grammar.
+    """How far a sequence has come in its grammar.
 
-    lines: a matcher that has read the last known token; behind it, one for each guess of the step in flight that may
-        hold and behind which the text goes on. A text that ends, ends with the token behind the last one, if not before
+    lines: a matcher that has read the last known token, and a copy behind each guess of the step in flight, as far as
+        guesses may hold and the text goes on behind them. The step gives the text at most as many tokens
     thread: the number of the thread that makes its masks
     """
 
@@ -62,10 +62,10 @@ class Matchers:
     def read(self, seqs: list[Sequence], tokens: list[Any]) -> int:
         """Read the tokens that a step has drawn for its sequences, before these get them; tokens: as Draws has them.
 
-        Of a list of tokens, those behind the end of the text go; returns how many went. A sequence that ended before
+        Takes those out of a list that stand behind the end of the text; returns how many. A sequence that ended before
         has no matcher: the tokens that the step has computed for it do not count.
         """
-        num_behind = 0
+        num_behind = 0  # an end
         for place, seq in enumerate(seqs):
             if seq not in self._followed:
                 continue
@@ -95,7 +95,7 @@ class Matchers:
     def masks(self, seqs: list[Sequence], read_guesses: Callable[[], list[list[int]]]) -> MaskMessage:
         """Make the masks of the sequences' next tokens, and of those behind their guesses.
 
-        read_guesses: waits for each sequence's guesses, while the other masks are there already
+        read_guesses: waits for the guesses, and returns those of each sequence; the first masks are made before
 
         All tokens are allowed where a sequence has ended meanwhile, and behind a guess that cannot hold.
         """

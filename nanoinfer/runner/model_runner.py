@@ -272,6 +272,7 @@ class ModelRunner:
         return self._send(token_ids, launched.extras) if self.has_host else None
 
     def _send(self, token_ids: Tensor, extras: Extras) -> PendingTokens:
+        """Send numbers and extras on their way to the host."""
         while self._sent and self._sent[0].is_done:
             self._sent.popleft()
         self._sent.append(PendingTokens(token_ids, extras))

@@ -20,7 +20,7 @@ class InFlight:
     seqs: list[Sequence]  # in the order of the tokens
     guided: list[Sequence]  # the guided ones among seqs
     tokens: PendingTokens | None  # None until guided rows have their masks
-    guesses: PendingTokens | None  # of all seqs; None: none is verified, or no row is guided
+    guesses: PendingTokens | None  # those of all seqs; None: there are none, or no row is guided
     result: StepResult  # with the figures of the plan
     began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before
 
