@@ -338,21 +338,21 @@ def recited() -> list[RequestOutput]:
         return llm.generate([f"{speaker}:\n" for speaker in SPEAKERS], greedy(230), use_tqdm=False)
 
 
-def assert_equal(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+def assert_equal(outputs: list[RequestOutput], expected: list[RequestOutput], rounding: float = 1e-4) -> None:
     """Check that outputs are equal; log-probabilities may differ by rounding."""
     for output, wanted in zip(outputs, expected, strict=True):
-        assert_close(output["prompt_logprobs"], wanted["prompt_logprobs"])
+        assert_close(output["prompt_logprobs"], wanted["prompt_logprobs"], rounding)
         for sample, wanted_sample in zip(output["samples"], wanted["samples"], strict=True):
             for field in ("token_ids", "text", "finish_reason", "stop_reason"):
                 assert sample[field] == wanted_sample[field]
-            assert_close(sample["logprobs"], wanted_sample["logprobs"])
+            assert_close(sample["logprobs"], wanted_sample["logprobs"], rounding)
 
 
-def assert_close(logprobs: list | None, expected: list | None) -> None:
+def assert_close(logprobs: list | None, expected: list | None, rounding: float = 1e-4) -> None:
     assert (logprobs is None) == (expected is None)
     for ours, theirs in zip(logprobs or [], expected or [], strict=True):
         assert (ours is None) == (theirs is None)
-        assert (ours or {}) == pytest.approx(theirs or {}, abs=1e-4)
+        assert (ours or {}) == pytest.approx(theirs or {}, abs=rounding)
 
 
 def safetensors_of(folder: str) -> list[Path]:

@@ -299,7 +299,8 @@ def test_a_fault_behind_a_guess_is_nobodys(folder: str, rows: int) -> None:  # n
         LLM(folder, **OPTIONS) as alone,
         LLM(folder, **OPTIONS | {"max_num_seqs": rows}, speculation=GuessesBad()) as llm,
     ):
-        assert_equal(run(llm, GOOD, params), run(alone, GOOD, params))
+        # Another number of rows may add in another order, and numbers are float16: the last bits of logits are 2e-3.
+        assert_equal(run(llm, GOOD, params), run(alone, GOOD, params), rounding=0.02)
 
 
 def test_it_ends_where_no_token_is_left(plain: LLM) -> None:
