@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +22,22 @@ Mask = npt.NDArray[np.uint32]  # one token's; bit i % 32 of word i // 32 is toke
 ALL = -1  # 32 tokens that may all be drawn
 
 
-class Followed(NamedTuple):
+@dataclass(slots=True)
+class Followed:
     """How far a sequence has come in its grammar.
 
-    lines: a matcher that has read the last known token, and a copy behind each guess of the step in flight, as far as
-        guesses may hold and the text goes on behind them. The step gives the text at most as many tokens
+    matcher: has read the last known token
     thread: the number of the thread that makes its masks
+    most: the step in flight gives the text at most so many tokens: one, and its guesses as far as these may hold and
+        the text goes on behind them
+    ahead: a copy of the matcher that has read those guesses, too; None: there are none, or the text ends with the next.
+        An error that it found holds only if the text comes as far
     """
 
-    lines: list[LLMatcher]
+    matcher: LLMatcher
     thread: int
+    most: int = 1
+    ahead: LLMatcher | None = None
 
 
 class Matchers:
@@ -44,8 +51,7 @@ class Matchers:
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
         self._num_words = grammar.num_words
-        matcher, thread = grammar.matcher()
-        self._followed[seq] = Followed([matcher], thread)
+        self._followed[seq] = Followed(*grammar.matcher())
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence, guided or not, that has ended."""
@@ -69,23 +75,25 @@ class Matchers:
         for place, seq in enumerate(seqs):
             if seq not in self._followed:
                 continue
-            new, lines = tokens[place], self._followed[seq].lines
+            new, followed = tokens[place], self._followed[seq]
             if isinstance(new, list):
-                num_behind += len(new[len(lines) :])
-                del new[len(lines) :]
+                num_behind += len(new[followed.most :])
+                del new[followed.most :]
             else:
                 new = [new]
-            if new:
-                lines[:] = lines[len(new) - 1 : len(new)]
-                if new[-1] not in seq.stop_ids:
-                    lines[0].consume_token(new[-1])
+            if followed.ahead is not None and len(new) == followed.most:
+                followed.matcher, new = followed.ahead, new[-1:]
+            followed.ahead = None
+            for token in new:
+                if token not in seq.stop_ids:
+                    followed.matcher.consume_token(token)
         return num_behind
 
     def end_of(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
         """Return why a sequence ends with the tokens that were read, with what is wrong; None: it goes on."""
         if seq not in self._followed:
             return None
-        matcher = self._followed[seq].lines[0]
+        matcher = self._followed[seq].matcher
         if seq.is_finished:
             self.drop(seq)
         if matcher.is_error():  # perhaps since its last mask, which then allowed an end
@@ -133,23 +141,24 @@ class Matchers:
 
     def _begin(self, seq: Sequence, mask: Mask) -> None:
         """Make the mask of a sequence's next token."""
-        lines = self._followed[seq].lines
-        del lines[1:]
-        _fill(mask, lines[0], seq, 0)
+        followed = self._followed[seq]
+        followed.most, followed.ahead = 1, None
+        _fill(mask, followed.matcher, seq, 0)
 
     def _follow(self, seq: Sequence, mask: Mask, guesses: list[int], behind: Iterable[Mask]) -> None:
         """Make the masks behind a sequence's guesses, as far as these may hold; mask: of its next token"""
-        lines = self._followed[seq].lines
+        followed, ahead = self._followed[seq], None
         for guess, following in zip(guesses, behind, strict=True):
             if guess in seq.stop_ids or not mask[guess // 32] >> guess % 32 & 1:
+                break
+            ahead = ahead or followed.matcher.deep_copy()
+            ahead.consume_token(guess)
+            if ahead.is_stopped():
                 return
-            matcher = lines[-1].deep_copy()
-            matcher.consume_token(guess)
-            if matcher.is_stopped():
-                return
-            _fill(following, matcher, seq, len(lines))
-            lines.append(matcher)
+            _fill(following, ahead, seq, followed.most)
+            followed.most += 1
             mask = following
+        followed.ahead = ahead
 
     def close(self) -> None:
         """End the threads."""
