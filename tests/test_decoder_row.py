@@ -75,17 +75,22 @@ def test_an_empty_row_writes_nothing() -> None:
 
 @pytest.mark.skipif(HAS_CUDA, reason="a GPU runs the programs of a kernel itself")
 def test_programs_side_by_side() -> None:
-    """Four programs share the work, each in a process of its own, and none goes ahead of what it waits for."""
+    """Two programs share the work, each in a process of its own, and none goes ahead of what it waits for."""
     command = [sys.executable, str(SCRIPT)]
-    result = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=280)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) < 0.004
 
 
 def test_shapes_that_fit() -> None:
     """Qwen3-0.6B's does; a larger layer's shares need more registers than there are, a smaller one's are uneven."""
-    assert RowShape(1024, 16, 8, 128, 3072, programs=128).fits()
-    assert not RowShape(2048, 16, 8, 128, 6144, programs=128).fits()
-    assert not RowShape(4096, 32, 8, 128, 12288, programs=128).fits()
-    assert not RowShape(896, 14, 2, 64, 4864, programs=128).fits()
-    assert not RowShape(1024, 16, 8, 128, 3072, programs=78).fits()
+    assert RowShape(1024, 16, 8, 128, 3072, programs=128).fits(2)
+    assert not RowShape(2048, 16, 8, 128, 6144, programs=128).fits(2)
+    assert not RowShape(4096, 32, 8, 128, 12288, programs=128).fits(2)
+    assert not RowShape(896, 14, 2, 64, 4864, programs=128).fits(2)
+    assert not RowShape(1024, 16, 8, 128, 3072, programs=78).fits(2)
+
+
+def test_float32_does_not_fit() -> None:
+    """Words keep numbers of 16 bits as they are, and no longer ones."""
+    assert not RowShape(1024, 16, 8, 128, 3072, programs=128).fits(torch.float32.itemsize)

@@ -62,6 +62,12 @@ def can_launch_early(device: torch.device) -> bool:
 
 
 @functools.cache
+def is_measured(device: torch.device) -> bool:
+    """Return whether the device is an H100 or H200, or built as these: there, all kernels were compared with others."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the device's number of multiprocessors; a few for interpreted kernels, so that programs share work too."""
     if device.type != "cuda":

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
+from typing import Any
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from nanoinfer.kernels.decoder.row import DecoderRow
 from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, decoder_row_reference
 
 BLOCK_SIZE = 64
+LIMIT = 250  # seconds of a program
 
 
 def make_model(
@@ -82,6 +87,18 @@ def error(result: Tensor, expected: Tensor) -> float:
     return ((result.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+def wait_in_peace() -> None:
+    """Leave the processor to others before each load of a word, which a program repeats until it has come."""
+    load = interpreter_builder.create_load
+
+    def load_later(ptr: Any, cache_policy: Any, is_volatile: bool) -> Any:
+        if is_volatile:
+            time.sleep(0.001)
+        return load(ptr, cache_policy, is_volatile)
+
+    interpreter_builder.create_load = load_later
+
+
 def run_side_by_side(programs: int = 4, position: int = 150) -> float:
     """Return the error of two steps of a row whose programs are processes: two KV heads, two programs for each."""
     torch.set_num_threads(1)  # before the forks, which have no other threads
@@ -94,6 +111,8 @@ def run_side_by_side(programs: int = 4, position: int = 150) -> float:
     row = DecoderRow(model, programs, row._words, row._turn)  # the caches have moved
 
     def run(program: int) -> None:
+        signal.alarm(LIMIT)  # nobody else would end it if this script were killed
+        wait_in_peace()
         for step in range(2):
             result = row(*row_at(position + step, "cpu"), first_program=program)
             if program == 0:

@@ -14,6 +14,7 @@ from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes, round_to_fp8
 
 LANES = tl.constexpr(8)  # of a program whose queries are in two terms: it has no more heads
 LEAST_KEYS = 64  # that tensor cores multiply at once in FP8
+SMALLEST_HEAD = 17  # tensor cores multiply 32 numbers of a head at once; smaller ones are padded to 16
 LARGEST_HEAD = 128  # of larger heads, four warps would lack registers
 
 
@@ -45,7 +46,7 @@ def can_split(q: Tensor, k_cache: Tensor, tile: int) -> bool:
     q: [rows, heads, head_dim]; k_cache: [blocks, block_size, kv_heads, head_dim]; tile: keys at once
     """
     _, heads, head_dim = q.shape
-    fits = heads // k_cache.shape[2] <= LANES.value and head_dim <= LARGEST_HEAD and tile >= LEAST_KEYS
+    fits = heads // k_cache.shape[2] <= LANES.value and SMALLEST_HEAD <= head_dim <= LARGEST_HEAD and tile >= LEAST_KEYS
     return fits and k_cache.dtype == FP8 and q.dtype == torch.bfloat16
 
 

@@ -103,8 +103,10 @@ class RowShape(NamedTuple):
             and all(width % WAVE.value == 0 and width // block_of(width) <= 3 for width in widths)
         )
 
-    def fits(self) -> bool:
-        """Return whether a program's registers also hold its share of each weight."""
+    def fits(self, itemsize: int) -> bool:
+        """Return whether a program's registers also hold its share of each weight; itemsize: bytes of a number"""
+        if itemsize != 2:  # words keep no longer ones
+            return False
         widest = max(self.heads * self.head_dim, self.inter)
         products = (self.qkv, self.hidden), (2 * self.inter, self.hidden), (self.hidden, widest)
         shares = (rows // self.programs * width for rows, width in products)

@@ -8,18 +8,15 @@ halves of the weight, so that one product of the tensor cores makes its gates an
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, is_measured, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
-MEASURED = (9, 0)  # the GPUs where this was compared with cuBLAS
 BLOCK_M = 128  # tokens in a tile
 BLOCK_N = 128  # its outputs: as many gates and as many ups
 BLOCK_K = 64  # inputs at a time
@@ -29,6 +26,7 @@ MIN_TOKENS = 512  # fewer were not measured
 MAX_INPUTS = 4096  # of more, the activation takes a smaller share of the time; they were not measured
 MIN_BUSY = 0.9  # the share of the programs' time in which they have a tile
 ALIGNED = 8  # numbers: a row begins at a multiple of 16 bytes
+ALIGNED_BYTES = 16
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
@@ -37,7 +35,9 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
     is_aligned = in_features % ALIGNED == weight.shape[0] % (2 * ALIGNED) == 0
     if tokens < MIN_TOKENS or in_features > MAX_INPUTS or not is_aligned:
         return False
-    if not _is_measured(x.device) or x.itemsize != 2:
+    if not is_measured(x.device) or x.itemsize != 2:
+        return False
+    if not all(each.is_contiguous() and each.data_ptr() % ALIGNED_BYTES == 0 for each in (x, weight)):
         return False
     tiles, multiprocessors = _tiles(x, weight), num_multiprocessors(x.device)
     return tiles >= MIN_BUSY * triton.cdiv(tiles, multiprocessors) * multiprocessors
@@ -77,11 +77,6 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 def _tiles(x: Tensor, weight: Tensor) -> int:
     return triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0] // 2, BLOCK_N)
-
-
-@functools.cache
-def _is_measured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == MEASURED
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])

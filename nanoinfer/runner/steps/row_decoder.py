@@ -11,6 +11,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels.decoder.row import DecoderRow
 from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, RowShape
+from nanoinfer.kernels.launch import is_measured
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.decoder import Decoder, DecoderLayer
@@ -37,7 +38,7 @@ class RowDecoder:
         if type(backend) is not TritonBackend:  # deterministic steps have another, whose sums have one order
             return None
         row = row_model_of(model, description, pages)
-        if row is None or not row.embeddings.is_cuda or not RowShape.of(row).fits():
+        if row is None or not is_measured(row.embeddings.device) or not RowShape.of(row).fits(row.embeddings.itemsize):
             return None
         return cls(row)
 
