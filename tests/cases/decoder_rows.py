@@ -117,8 +117,11 @@ def run_side_by_side(programs: int = 4, position: int = 150) -> float:
             result = row(*row_at(position + step, "cpu"), first_program=program)
             if program == 0:
                 out[step] = result
+            barrier.wait()  # as a GPU begins a launch when the one before has ended
 
-    workers = [multiprocessing.get_context("fork").Process(target=run, args=(program,)) for program in range(programs)]
+    fork = multiprocessing.get_context("fork")
+    barrier = fork.Barrier(programs)
+    workers = [fork.Process(target=run, args=(program,)) for program in range(programs)]
     for worker in workers:
         worker.start()
     for worker in workers:
