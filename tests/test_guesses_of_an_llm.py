@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, build
-from cases.drafters import Babbler, Prophet
+from cases.drafters import DRAFTERS as KINDS
+from cases.drafters import Prophet
 from conftest import assert_equal, different_settings, greedy, whole_only
 from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
 
@@ -20,7 +21,6 @@ from nanoinfer.config import Config
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import Drawn
 
-VOCAB = 2048  # of the bundled model
 SPEECHES = [
     "ROMEO:\n",
     "JULIET:\nO Romeo, Romeo!",
@@ -98,14 +98,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {
-    "suffix": lambda known: "suffix",
-    "auto": lambda known: "auto",
-    "random": lambda known: Babbler(VOCAB),
-    "right": Prophet,
-    "wrong": lambda known: Prophet(known, (False,)),
-    "alternating": lambda known: Prophet(known, (True, False)),
-}
+DRAFTERS = {**KINDS, "auto": lambda known: "auto"}
 SPREAD: dict[str, dict[str, Any]] = {
     "roomy": {},
     "tight": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 5, "max_guesses": 15},

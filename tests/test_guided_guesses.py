@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cases.drafters import Babbler, Prophet
+from cases.drafters import DRAFTERS, VOCAB, Prophet
 from conftest import assert_equal, whole_only
 
 pytest.importorskip("llguidance", reason="structured outputs need the llguidance package")
@@ -16,7 +16,7 @@ pytest.importorskip("jsonschema", reason="the tests of structured outputs do, to
 
 import llguidance
 import numpy as np
-from test_guesses_of_an_llm import VOCAB, assert_counts, assert_same, make, run
+from test_guesses_of_an_llm import assert_counts, assert_same, make, run
 from test_structured import COMPANY, PERSON, guided
 from transformers import AutoTokenizer
 
@@ -71,13 +71,6 @@ def known(expected: list[RequestOutput]) -> list[list[int]]:
     return texts_of(expected)
 
 
-DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {
-    "suffix": lambda known: "suffix",
-    "random": lambda known: Babbler(VOCAB),
-    "right": Prophet,
-    "wrong": lambda known: Prophet(known, (False,)),
-    "alternating": lambda known: Prophet(known, (True, False)),
-}
 SPREAD: dict[str, dict[str, Any]] = {
     "roomy": {"max_num_seqs": 40},
     "few rows": {"max_num_seqs": 3, "max_guesses": 15},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoinfer.drafting.drafter import RowTexts
+
+VOCAB = 2048  # of the bundled model
 
 
 def texts_of(rows: RowTexts) -> list[list[int]]:
@@ -64,3 +67,12 @@ class Prophet:
             if text and known[: len(text)] == text:
                 return known[len(text) :]
         return []
+
+
+DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {  # of the texts that come out
+    "suffix": lambda known: "suffix",
+    "random": lambda known: Babbler(VOCAB),
+    "right": Prophet,
+    "wrong": lambda known: Prophet(known, (False,)),
+    "alternating": lambda known: Prophet(known, (True, False)),
+}

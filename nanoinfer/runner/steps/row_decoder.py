@@ -21,7 +21,7 @@ from nanoinfer.models.mixers import SelfAttention
 from nanoinfer.models.mlps import MLP
 from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 
-Pages = Mapping[int, tuple[Tensor, Tensor]]  # of the KV cache: for each layer, its keys and its values
+CachedLayers = Mapping[int, tuple[Tensor, Tensor]]  # of the KV cache: for each layer, its keys and its values
 
 
 class RowDecoder:
@@ -32,12 +32,12 @@ class RowDecoder:
 
     @classmethod
     def of(
-        cls, model: CausalLM, description: Description, pages: Pages, backend: AttentionBackend
+        cls, model: CausalLM, description: Description, cached: CachedLayers, backend: AttentionBackend
     ) -> RowDecoder | None:
         """Return the decoder of a model on a GPU; None if the model's steps take a launch for each product."""
         if type(backend) is not TritonBackend:  # deterministic steps have another, whose sums have one order
             return None
-        row = row_model_of(model, description, pages)
+        row = row_model_of(model, description, cached)
         if row is None or not is_measured(row.embeddings.device) or not RowShape.of(row).fits(row.embeddings.itemsize):
             return None
         return cls(row)
@@ -53,11 +53,11 @@ class RowDecoder:
         return self._run(token_ids, context.positions, group.slot_mapping, group.block_tables)
 
 
-def row_model_of(model: CausalLM, description: Description, pages: Pages) -> RowModel | None:
+def row_model_of(model: CausalLM, description: Description, cached: CachedLayers) -> RowModel | None:
     """Return a model's parts as kernels.decoder takes them; None if it has parts that the kernel does not compute."""
     if not isinstance(model, Decoder) or model.tp.size > 1 or not is_plain(description):
         return None
-    layers = list(_layers_of(model, pages))
+    layers = list(_layers_of(model, cached))
     embeddings, last_norm = model.embedding.weight, model.joint.pre
     if len(layers) < model.num_layers or {part.dtype for part in layers[0]} != {embeddings.dtype}:
         return None
@@ -97,7 +97,7 @@ def is_plain(model: Description) -> bool:
     return model == plain
 
 
-def _layers_of(model: Decoder, pages: Pages) -> Iterator[RowLayer]:
+def _layers_of(model: Decoder, cached: CachedLayers) -> Iterator[RowLayer]:
     """Yield the layers whose matrices are weights alone."""
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
@@ -112,4 +112,4 @@ def _layers_of(model: Decoder, pages: Pages) -> Iterator[RowLayer]:
         qkv, o, gate_up, down = weights
         norms = mixer.attention.q_norm, mixer.attention.k_norm, layer.mixer_joint.pre_norm, layer.mlp_joint.pre_norm
         q_norm, k_norm, mixer_norm, mlp_norm = (norm.weight for norm in norms if norm is not None)
-        yield RowLayer(qkv, o, gate_up, down, mixer_norm, mlp_norm, q_norm, k_norm, *pages[number])
+        yield RowLayer(qkv, o, gate_up, down, mixer_norm, mlp_norm, q_norm, k_norm, *cached[number])
