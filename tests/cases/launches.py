@@ -37,6 +37,7 @@ from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
+from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, tile
 from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, fp8_linear_triton, own_cut
 from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.in_order import group_in_order
@@ -140,6 +141,13 @@ def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: tor
         linear(x, weight, may_split=True)
     else:
         norm_linear(x, empty(tokens, inputs, dtype=dtype), norm_of(inputs, dtype), weight, activation=activation)
+
+
+def multiply_few_outputs(tokens: int, inputs: int, dtype: torch.dtype) -> None:
+    """Multiply as an H100 does in a captured step of Qwen3-8B."""
+    tiling = tile(tokens, 4096, inputs, 132)
+    assert tiling is not None
+    few_outputs_linear(empty(tokens, inputs, dtype=dtype), empty(4096, inputs, dtype=dtype), tiling, empty(4096))
 
 
 def multiply_in_order(weigh: Callable[..., Tensor | GroupWeight], tokens: int, dtype: torch.dtype) -> None:
@@ -318,6 +326,9 @@ def of_products() -> Iterator[Launch]:
     for dtype in (BF16, FP16):
         call = partial(multiply, plain, "gates and ups", 4096, dtype)
         yield Launch(f"plain, gates and ups of 4096 in {dtype}", call, dtype == BF16)
+    for tokens, inputs, dtype in product((65, 80, 128, 144, 192, 256), (4096, 12288), (BF16, FP16)):
+        call = partial(multiply_few_outputs, tokens, inputs, dtype)
+        yield Launch(f"few outputs of {inputs}, {tokens} tokens in {dtype}", call, tokens == 192 and dtype == BF16)
     for tokens, in_order in product((16, 32, 300), (False, True)):
         yield Launch(f"fp8 of {tokens}, {in_order=}", partial(multiply_fp8, tokens, in_order))
     for tokens, dtype in product((1, 16, 64, 300, 3000), (BF16, FP32)):

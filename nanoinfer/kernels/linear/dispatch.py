@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear import gated
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, find_tiling
 from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
@@ -48,6 +49,8 @@ def linear(
         x = gate_mul(x, before)
     if is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
+    if may_split and activation is None and (tiling := find_tiling(x, weight)):
+        return few_outputs_linear(x, weight, tiling, bias)
     if wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
     if activation is not None and bias is None and gated.is_faster(x, weight):
