@@ -255,7 +255,7 @@ class Config:
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
         model, self.draft = self.description, None
-        can = model.generates, model.has_states, self.routed_experts, self.sees
+        can = model.generates, model.has_states, self.sees
         check_speculating(self.speculation, self.draft_model, *can)
         if self.draft_model is not None:
             own = model, self.tokenizer or self.model

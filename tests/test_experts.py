@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, build
 from cases.corrected import CORRECTED
+from cases.drafters import DRAFTERS
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_kernels import DTYPES, assert_close, randn
@@ -206,6 +208,36 @@ class TestRoutedExperts:
         for output in llm.generate(PROMPTS, params, use_tqdm=False):
             assert_routes_equal_transformers(output, model)
         assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
+
+    @pytest.mark.parametrize("drafter", ["random", "alternating", *whole_only(["suffix"])])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"num_kvcache_blocks": 14, "max_num_batched_tokens": 8},
+            {"deterministic": True, "max_num_seqs": 5},
+            *whole_only([{"tensor_parallel_size": 2}]),
+            pytest.param({"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),
+        ],
+        ids=str,
+    )
+    def test_tokens_that_were_guessed_have_them(
+        self, options: dict[str, Any], drafter: str, make_llm: Callable[..., LLM], tmp_path: Path
+    ) -> None:
+        model = build(CASES["qwen2moe"], tmp_path)
+        how = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 200, "routed_experts": True, **options}
+        params = [SamplingParams(temperature=0.8, max_tokens=4 + 7 * i, n=1 + i % 2, seed=i) for i in range(4)]
+        plain = make_llm(str(tmp_path), **how).generate(PROMPTS, params, use_tqdm=False)
+        known = [output.prompt_token_ids + sample.token_ids for output in plain for sample in output.samples]
+        llm = make_llm(str(tmp_path), **how, speculation=DRAFTERS[drafter](known))
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert drafter != "alternating" or sum(output.num_accepted_tokens for output in outputs) > 10
+        for output, expected in zip(outputs, plain, strict=True):
+            assert_routes_equal_transformers(output, model)
+            for sample, own in zip(output.samples, expected.samples, strict=True):
+                assert sample.token_ids == own.token_ids
+                if "deterministic" in options:
+                    assert sample.routed_experts.tolist() == own.routed_experts.tolist()
 
     def test_more_than_256_experts(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
         case = CASES["qwen3moe"]

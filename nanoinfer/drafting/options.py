@@ -41,7 +41,6 @@ def check_speculating(
     draft_model: str | None,
     generates: bool,
     has_states: bool,
-    routed_experts: bool,
     sees: bool,
 ) -> None:
     """Raise ValueError if a model, or another option, cannot have guesses verified."""
@@ -55,11 +54,6 @@ def check_speculating(
         raise ValueError(
             f"speculation={short(speculation)}: must be left out for this model: some of its layers keep a state, which"
             " cannot go back behind a guess that did not hold"
-        )
-    if routed_experts:
-        raise ValueError(
-            f"speculation={short(speculation)}: must be left out with routed_experts=True, which tells the experts of"
-            " one token of each step"
         )
     if draft_model is not None and sees:
         raise ValueError(

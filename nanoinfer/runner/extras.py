@@ -20,7 +20,8 @@ class Extras:
     kept_tokens: how many tokens could have been drawn, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
     pooled: what texts are read for, by chunk
-    experts: [tokens, layers, used], the experts that all tokens of the step took; None: not asked for
+    experts: [tokens, layers, used], the experts that all tokens of the step took; in a verifying step first those of
+        the rows' last tokens, then those of all guesses; None: not asked for
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)

@@ -108,7 +108,7 @@ class ModelRunner:
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         layout = config.cache_layout.part(range(model.num_layers))
         self.backend = make_backend(config.attention_backend, layout, config.is_in_order)
-        most = max(config.max_num_batched_tokens, config.max_num_seqs)
+        most = max(config.max_num_batched_tokens, config.max_num_seqs, most_tokens(self.verify_sizes))
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
         self.holdings.load(self._voice)
         if config.device == "cuda":
@@ -282,9 +282,12 @@ class ModelRunner:
         num_rows, verifier = message.num_rows, self.steps.verifier
         kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
         size = self._run_decode(num_rows, kind, message.max_context_len)
-        places = verifier.places(size, kind.guesses) if verifier is not None and kind.guesses else None
-        logits = self.logits[: num_rows if places is None else size + kind.guesses]
-        return Launched(slice(0, num_rows), logits, self.steps.extras(num_rows), places)
+        rows = slice(0, num_rows)
+        if verifier is None or not kind.guesses:
+            return Launched(rows, self.logits[rows], self.steps.extras(num_rows))
+        places = verifier.places(size, kind.guesses)
+        extras = self.steps.extras_of_guesses(places, num_rows)
+        return Launched(rows, self.logits[: size + kind.guesses], extras, places)
 
     def _run_decode(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> int:
         """Replay a decode step, or launch it if it was not captured; returns how many rows it had, empty ones too."""

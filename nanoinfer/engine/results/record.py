@@ -6,6 +6,7 @@ from nanoinfer.engine.results.routed_experts import ExpertIds, RoutedExperts
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.logits.lines import number_lines
 
 
 def record_extras(step: Step, seqs: list[Sequence], extras: Extras) -> None:
@@ -47,6 +48,12 @@ def record_verified(seqs: list[Sequence], extras: Extras, proposed: list[int]) -
             seq = seqs[row]
             if seq.params.kept_tokens and len(seq.kept_tokens) < seq.num_output_tokens:
                 seq.kept_tokens.append(kept)
+    if extras.experts is not None:
+        taken = extras.experts.numpy()
+        for row, line in number_lines(list(range(len(seqs))), proposed):
+            own = _experts_of(seqs[row])
+            if len(own) < len(seqs[row]) - 1:  # the last token has taken none yet
+                own.put(len(own), taken[line])
 
 
 def _record_experts(step: Step, seqs: list[Sequence], taken: ExpertIds) -> None:

@@ -104,6 +104,16 @@ class Verifier:
         at = (len(places.first) + places.first[:, None] + guess).clamp(max=len(places.tokens) - 1)
         return places.tokens[at].where(guess < places.counts[:, None], NOTHING)
 
+    def lines(self, places: Places, num_rows: int) -> Tensor:
+        """Return which tokens of the newest step were the first rows' last ones, then which were guesses."""
+        device = places.positions.device
+        guesses = torch.arange(len(places.first), len(places.tokens), device=device)
+        lines = torch.cat([torch.arange(num_rows, device=device), guesses])
+        if not self._skips_empty:
+            return lines
+        before = (places.positions >= 0).cumsum(0) - 1
+        return before.clamp(min=0)[lines]
+
     def _fill(self, places: Places) -> None:
         """Propose guesses for the first rows, and pack them into places behind these."""
         batch, rows, num_rows = self._batch, self._rows, len(places.first)

@@ -196,6 +196,14 @@ class Steps:
         routing = self.holdings.routing
         return Extras(experts=None if routing is None else routing.taken(num_tokens))
 
+    def extras_of_guesses(self, places: Places, num_rows: int) -> Extras:
+        """Return the Extras of a verifying step of so many rows whose model has run."""
+        assert self.verifier is not None
+        extras = self.extras(len(places.tokens))
+        if extras.experts is not None:
+            extras.experts = extras.experts[self.verifier.lines(places, num_rows)]
+        return extras
+
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
         return self._run(prompts.token_ids, prompts.context, prompts.adapters)
