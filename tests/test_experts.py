@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,11 @@ WITH_EXPERTS = [
     if case.settings.get("num_experts", case.settings.get("num_local_experts")) and name not in CORRECTED
 ]
 PROMPTS = [[5], list(range(40)), [7] * 33, list(range(3, 90))]
+HOW_GUESSED: list[dict[str, Any]] = [
+    {},
+    {"num_kvcache_blocks": 14, "max_num_batched_tokens": 8},
+    {"deterministic": True, "max_num_seqs": 5},
+]
 
 
 @torch.inference_mode()
@@ -209,15 +215,12 @@ class TestRoutedExperts:
             assert_routes_equal_transformers(output, model)
         assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
 
-    @pytest.mark.parametrize("drafter", ["random", "alternating", *whole_only(["suffix"])])
     @pytest.mark.parametrize(
-        "options",
+        ("options", "drafter"),
         [
-            {},
-            {"num_kvcache_blocks": 14, "max_num_batched_tokens": 8},
-            {"deterministic": True, "max_num_seqs": 5},
-            *whole_only([{"tensor_parallel_size": 2}]),
-            pytest.param({"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),
+            *product(HOW_GUESSED, ["random", "alternating"]),
+            *whole_only([*product(HOW_GUESSED, ["suffix"]), ({"tensor_parallel_size": 2}, "alternating")]),
+            pytest.param({"device": "cuda", "dtype": "float32"}, "suffix", marks=pytest.mark.gpu),
         ],
         ids=str,
     )
