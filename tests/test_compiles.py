@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from launches import LAUNCHES
+from launches import LAUNCHES, MAKES_WAY
 from triton import knobs
 from triton.backends import backends
 
 H100 = Path(__file__).parent / "cases" / "h100.py"
 SHARED_BYTES = 232_448  # that a program of an H100 can have
+L1_BYTES = 48 << 10  # of shared memory, with which a program leaves its successor the L1 cache
 SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 or 3.9
     "_decode_kernel": 24,
     "_delta_rows_kernel": 48,
@@ -59,3 +60,4 @@ def test_kernels_fit_an_h100(room: str, is_whole: bool, tmp_path: Path) -> None:
     assert kernels
     unfit = [one for one in kernels if one["shared"] > SHARED_BYTES or one["spilled"] > SPILLED.get(one["kernel"], 0)]
     assert not unfit
+    assert all(one["shared"] <= L1_BYTES for one in kernels if one["launch"].startswith(MAKES_WAY))

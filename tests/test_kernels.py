@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from nanoinfer.attention import BACKENDS, choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, choose_programs, plan_decode
 from nanoinfer.kernels.attention.output_gate import gate_heads_reference, gate_heads_triton
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
@@ -866,6 +866,25 @@ def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
     out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan_ahead(lens, k_cache))
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 400, 0.1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 64, 300])
+@pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
+def test_paged_decode_of_a_row_makes_way(shape: tuple[int, int, int, int], length: int, dtype: torch.dtype) -> None:
+    """A row that is alone lets the next kernel start early: another row, or a guess, and it would not."""
+    heads, _, head_dim, _ = shape
+    k_cache, v_cache, tables = paged([length], *shape, dtype)
+    q = randn(1, heads, head_dim, dtype=dtype)
+    lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    plan = plan_ahead(lens, k_cache)
+    assert plan.programs.make_way
+    assert not choose_programs(2, k_cache).make_way
+    assert not choose_programs(1, k_cache, are_bundles=True).make_way
+    k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
+    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan)
+    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, length, 0.1))
+    assert plan.arrivals.eq(0).all()
 
 
 def forget(

@@ -11,6 +11,11 @@ between a kernel that writes weights and the first early one.
 A kernel lets its successor start only after its own wait has ended. Otherwise many kernels would be resident at once,
 and the later ones would hold the shared memory that the next one needs. So when a kernel starts, all kernels before its
 predecessor are complete: `load_complete` loads what they wrote, before the wait.
+
+A multiprocessor divides one memory between its L1 cache and shared memory, and anew only when no program runs on it.
+Where a program takes more than 48 KB of shared memory, Triton asks for the smallest L1 cache. A product of one row that
+starts beside such programs loads its weight through that, and so do the products behind it, which follow without a gap:
+layers of 8b took 116 us instead of 101 on an H200. So such programs start their successor last.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (40
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
 VOCABULARY = 151_936
 HEADS = 64, 128, 256, 512  # their dimensions
+MAKES_WAY = "decode of 1 that makes way"  # so do names begin of launches whose successors start early
 SIZES = 1, 8, 200, 1000, 4000  # tokens that fill experts' tiles of each size
 
 
@@ -379,6 +380,10 @@ def of_attention() -> Iterator[Launch]:
             often = size > 8 and (cache, window, in_order) == (BF16, None, False)
             named = f"{name} of {size}, {head_dim=}, {cache=}, {window=}, {in_order=}"
             yield Launch(named, partial(attend, head_dim, size, cache, window, in_order), often)
+    for head_dim, cache, window in product(HEADS, (BF16, FP8), (None, 1024)):
+        call, often = partial(decode, head_dim, 1, cache, window, False), (head_dim, window) == (128, None)
+        named = f"{MAKES_WAY if head_dim <= 256 else 'decode of 1'}, {head_dim=}, {cache=}, {window=}"
+        yield Launch(named, call, often)
     for head_dim, cache, window, most in product(HEADS, (BF16, FP8), (None, 1024), (4, 8)):
         call = partial(verify, head_dim, 8, cache, window, most)
         often = (head_dim, cache, window, most) == (128, BF16, None, 8)

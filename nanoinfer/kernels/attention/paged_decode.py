@@ -136,6 +136,7 @@ def paged_decode_triton(
         IN_FP8=k_cache.dtype == FP8,
         IN_TERMS=in_terms,
         ON_GPU=q.is_cuda,
+        MAKE_WAY=plan.programs.make_way and shared is None,
         TILE=plan.programs.tile,
         BLOCK_G=max(16, triton.next_power_of_2(lanes)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -184,6 +185,7 @@ def _paged_decode_kernel(
     IN_FP8: tl.constexpr,
     IN_TERMS: tl.constexpr,
     ON_GPU: tl.constexpr,
+    MAKE_WAY: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -207,7 +209,7 @@ def _paged_decode_kernel(
     # that is written here: so this kernel does all of its work meanwhile. Its plain loads find nothing older in the L1
     # cache: the step has written the block tables before all layers, and nobody has read the newest keys.
     if not SHARES:
-        wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+        wait_for_predecessor(EARLY, START_SUCCESSOR=MAKE_WAY)
 
     if IN_FP8:
         factor *= load_complete(kv_scales_ptr)
@@ -351,7 +353,8 @@ def _paged_decode_kernel(
         context_len = load_complete(next_len, row < last_row, 0) if SHARES else tl.load(next_len, row < last_row, 0)
     if SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
-    start_successor(EARLY)  # not earlier: the successor would only take up room
+    if not MAKE_WAY:
+        start_successor(EARLY)  # not earlier: the successor would only take up room
 
 
 @triton.jit
