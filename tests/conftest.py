@@ -20,6 +20,7 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
 from forking import fork_what_spawns, spawning
+from interpreting import adapt_once
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
@@ -38,6 +39,7 @@ if BESIDE_OTHERS:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
 if not HAS_CUDA:  # a fork cannot use a device that its server has seen
     fork_what_spawns()
+    adapt_once()
 torch.set_num_threads(1 if BESIDE_OTHERS else 2)  # the models are tiny: more threads wait for each other
 torch.zeros(1).cos()  # the oracle computes cosines, too, and layers/rotary.py says why one number comes first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
