@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "whole" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "whole" not in item.keywords]
+    if BESIDE_OTHERS:
+        items.sort(key=patience, reverse=True)
     gpus = torch.cuda.device_count()
     for item in items:
         if "gpu" in item.keywords and gpus < 1:
@@ -70,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (needed,) = mark.args or (2,)
             if gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
+
+
+def patience(item: pytest.Item) -> float:
+    """Return a test's own limit in seconds. The patient begin first, lest one process wait for them at the end."""
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0
 
 
 @pytest.hookimpl(wrapper=True)
