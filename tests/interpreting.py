@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 from triton.runtime import interpreter
@@ -36,11 +37,10 @@ def keep_types() -> None:
 
 def adapt_once() -> None:
     """Let the interpreter adapt its language once, and leave it adapted: it looks at all that the language has."""
-    adapt, scope = interpreter._patch_lang, interpreter._LangPatchScope
-    adapted, known = set(), set[Callable]()
+    adapt, adapted, known = interpreter._patch_lang, set(), set[Callable]()
 
-    def adapt_new(function: Callable) -> interpreter._LangPatchScope:
-        """Return changes to undo: none."""
+    def adapt_new(function: Callable) -> SimpleNamespace:
+        """Return what will undo nothing."""
         if function not in known:
             used = {one for one in function.__globals__.values() if inspect.ismodule(one)}
             languages = used & {interpreter.tl, interpreter.tl.core}
@@ -48,6 +48,6 @@ def adapt_once() -> None:
                 adapt(function)
             adapted.update(languages)
             known.add(function)
-        return scope()
+        return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = adapt_new
