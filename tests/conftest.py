@@ -20,6 +20,7 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
 from forking import fork_what_spawns, spawning
+from interpreting import hasten
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
@@ -36,8 +37,10 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take cores, and memory of the same GPU
 if BESIDE_OTHERS:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
+os.environ |= {"RAY_worker_niceness": "0"}  # else its actors, nice by 15, hardly run where other tests compute
 if not HAS_CUDA:  # a fork cannot use a device that its server has seen
     fork_what_spawns()
+    hasten()
 torch.set_num_threads(1 if BESIDE_OTHERS else 2)  # the models are tiny: more threads wait for each other
 torch.zeros(1).cos()  # the oracle computes cosines, too, and layers/rotary.py says why one number comes first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
@@ -59,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "whole" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "whole" not in item.keywords]
+    if BESIDE_OTHERS:
+        items.sort(key=patience, reverse=True)
     gpus = torch.cuda.device_count()
     for item in items:
         if "gpu" in item.keywords and gpus < 1:
@@ -67,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (needed,) = mark.args or (2,)
             if gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
+
+
+def patience(item: pytest.Item) -> float:
+    """Return a test's own limit in seconds. The patient begin first, lest one process wait for them at the end."""
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0
 
 
 @pytest.hookimpl(wrapper=True)

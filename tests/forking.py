@@ -14,7 +14,13 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-IMPORTED = ["transformers", "nanoinfer.runner.worker", "nanoinfer.replicas.replica"]
+IMPORTED = [
+    "nanoinfer.runner.worker",
+    "nanoinfer.replicas.replica",
+    "transformers.modeling_utils",  # this one and those below are for towers, and take more than a second
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+]
 CONTEXTS: dict[str, Any] = mp.context._concrete_contexts  # type: ignore[attr-defined]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer import LLM, LogProb, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.engine.row_map import describe_logits
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
@@ -256,6 +257,23 @@ class TestAgainstTransformers:
         assert plain == told
 
 
+class Alone(NamedTuple):
+    """Requests, and what each gives alone."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    outputs: list[RequestOutput]
+
+
+@pytest.fixture(scope="module")
+def alone(mixed_prompts: list[list[int]]) -> Alone:
+    prompts = [prompt[:50] for prompt in [*mixed_prompts, *mixed_prompts]]
+    params = different_settings(len(prompts))
+    with LLM(BUNDLED_MODEL, dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=2049) as llm:
+        requests = zip(prompts, params, strict=True)
+        return Alone(prompts, params, [llm.generate([one], own, use_tqdm=False)[0] for one, own in requests])
+
+
 @pytest.mark.parametrize(
     "options",
     whole_only(
@@ -264,18 +282,12 @@ class TestAgainstTransformers:
     ids=["roomy", "preempted", "two ranks"],
 )
 def test_64_requests_with_different_settings_are_what_each_is_alone(
-    options: dict, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
+    options: dict, make_llm: Callable[..., LLM], alone: Alone
 ) -> None:
-    prompts = [prompt[:50] for prompt in [*mixed_prompts, *mixed_prompts]]
-    params = different_settings(len(prompts))
-    alone = make_llm(device="cpu", kvcache_block_size=16)
-    expected = [
-        alone.generate([prompt], param, use_tqdm=False)[0] for prompt, param in zip(prompts, params, strict=True)
-    ]
     together = make_llm(device="cpu", **options)
-    outputs = together.generate(prompts, params, use_tqdm=False)
+    outputs = together.generate(alone.prompts, alone.params, use_tqdm=False)
     assert (together.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
-    assert_equal(outputs, expected)
+    assert_equal(outputs, alone.outputs)
 
 
 def test_one_that_starts_again_as_a_long_one_keeps_its_settings(
