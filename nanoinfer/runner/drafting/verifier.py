@@ -34,6 +34,7 @@ class Verifier:
 
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
     draft: of a draft model; None: there is none
+    packed: comes when a step has its guesses, before it runs the model; None on the CPU
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Verifier:
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
+        # "external": a graph that records it lets it come in each replay, for those outside.
+        self.packed = torch.cuda.Event(external=True) if device.type == "cuda" else None
 
     def update(self, message: StepMessage) -> None:
         """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
@@ -127,6 +130,8 @@ class Verifier:
             rows.limits[:num_rows],
         )
         pack_guesses(guessing, places, self._vocab_size, are_free=not self._skips_empty)
+        if self.packed is not None:
+            self.packed.record()
 
     def accept(self, places: Places, drawn: Tensor) -> None:
         """Keep what holds of the draws of all places, and move the rows on from where the step has found them."""
