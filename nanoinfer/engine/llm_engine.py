@@ -126,7 +126,7 @@ class LLMEngine:
         """Launch the next step, if one can be planned, and read back the one before it.
 
         The masks of guided rows need the tokens of the step before. The host makes them while the device computes. The
-        step itself makes the guesses, so the masks behind these come when it has run.
+        step itself makes the guesses before it runs the model, so the masks behind these come in time, too.
         """
         self.check_ready()
         with self.ranks.undivided():
@@ -147,6 +147,8 @@ class LLMEngine:
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
                 launched.tokens = self.ranks.call("draw_guided", masks)
+                if self.ranks.peers is None:  # these plan alike, and their clocks differ
+                    self.scheduler.note_masks(launched.step, len(launched.guided), self.matchers.seconds)
             return result
 
     def _look_ahead(self, beside_decode: bool) -> None:

@@ -255,8 +255,8 @@ class ModelRunner:
             verifier = self.steps.verifier
             assert verifier is not None
             with torch.cuda.stream(self._beside):
-                if self._beside is not None:
-                    self._beside.wait_event(verifier.packed)
+                if verifier.packed is not None:
+                    verifier.packed.wait()
                 return self._send(verifier.guesses(launched.places)[launched.rows], Extras())
 
     @torch.inference_mode()

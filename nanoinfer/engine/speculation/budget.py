@@ -18,8 +18,8 @@ Size = tuple[int, int]  # rows, and places for guesses
 class Budget:
     """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
 
-    It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
-    alike, if they have the same table.
+    It knows a table of times and what guesses have brought, not the clock: ranks that plan each for itself choose
+    alike, if they have the same table. A host that plans for all ranks tells it what masks take, too.
 
     What guesses bring, tokens for each row, is known by the places that a row has. A step also says what fewer places
     would have brought. A size with more of them is tried now and then, if it could be the best.
@@ -42,25 +42,42 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
+        self._mask_seconds: dict[int, float] = {}  # of a guided row's masks, by places
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
 
-    def choose(self, num_rows: int) -> int:
-        """Return the places for guesses of the next step; 0: it is to be a plain one."""
+    @property
+    def counts_masks(self) -> bool:
+        """Whether it knows what masks take."""
+        return bool(self._mask_seconds)
+
+    def choose(self, num_rows: int, num_guided: int = 0) -> int:
+        """Return the places for guesses of the next step; 0: it is to be a plain one.
+
+        num_guided: so many of the rows are guided; where their masks take longer than the step, it may be a plain one
+        """
         options = self._options_of(num_rows)
         self._num_steps += 1
         if not options:
             return 0
-        rates = {guesses: self._rate(num_rows, guesses) for guesses in options}
-        if self._may_decline:
-            rates[0] = num_rows / self._time(num_rows, 0)
+        times = {guesses: self._time_with_masks(num_rows, guesses, num_guided) for guesses in (0, *options)}
+        rates = {
+            guesses: num_rows * (1 + self._gain(self._places(guesses, num_rows))) / times[guesses]
+            for guesses in options
+        }
+        if self._may_decline or times[options[0]] > self._time(num_rows, options[0]):
+            rates[0] = num_rows / times[0]
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
-        others = [guesses for guesses in options if guesses > best and self._most(num_rows, guesses) > rates[best]]
+        others = [
+            guesses
+            for guesses in options
+            if guesses > best and self._most(num_rows, guesses) / times[guesses] > rates[best]
+        ]
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
-            lost = self._time(num_rows, other) / self._time(num_rows, best) - 1
+            lost = times[other] / times[best] - 1
             if self._num_steps - self._tried >= min(max(TRY_EVERY, lost / SPENT), TRY_WITHIN):
                 best, self._tried = other, self._num_steps
         if best:
@@ -80,6 +97,12 @@ class Budget:
             kept = sum(held) if places == most else sum(min(count, places) for count in held)
             self._learn(places, kept / len(held))
 
+    def note_masks(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
+        """Learn how long the host has made the masks of a step's guided rows, those behind guesses included."""
+        places, own = self._places(guesses, num_rows), seconds / num_guided
+        before = self._mask_seconds.get(places, own)
+        self._mask_seconds[places] = before + NEWEST * (own - before)
+
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
         is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
@@ -98,10 +121,14 @@ class Budget:
             return self._plain_times[num_rows]
         return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
 
-    def _rate(self, num_rows: int, guesses: int) -> float:
-        """Return the tokens per second that a step is expected to give."""
-        gain = self._gain(self._places(guesses, num_rows))
-        return num_rows * (1 + gain) / self._time(num_rows, guesses)
+    def _time_with_masks(self, num_rows: int, guesses: int, num_guided: int) -> float:
+        """Return the time of a step, beside which the host makes the masks of so many guided rows."""
+        time = self._time(num_rows, guesses)
+        if num_guided == 0 or not self._mask_seconds:
+            return time
+        places = self._places(guesses, num_rows)
+        nearest = min(self._mask_seconds, key=lambda known: abs(known - places))
+        return max(time, num_guided * self._mask_seconds[nearest] * (1 + places) / (1 + nearest))
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
@@ -113,9 +140,9 @@ class Budget:
             return gain * places / max(1, nearest)
         return min(gain, float(places))
 
-    def _most(self, num_rows: int, guesses: int) -> float:
-        """Return the tokens per second that a step gives if all its guesses hold."""
-        return (num_rows + min(guesses, self._max_guesses * num_rows)) / self._time(num_rows, guesses)
+    def _most(self, num_rows: int, guesses: int) -> int:
+        """Return the tokens that a step gives if all its guesses hold."""
+        return num_rows + min(guesses, self._max_guesses * num_rows)
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:
