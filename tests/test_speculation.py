@@ -177,13 +177,16 @@ def budget(may_decline: bool, times: dict[tuple[int, int], float] | None = None)
     return Budget(SIZES, TIMES if times is None else times, max_guesses=4, may_decline=may_decline)
 
 
-def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0, mask: float = 0.0) -> list[int]:
-    """Let steps run whose guesses hold to a share; returns the places that each had. mask: seconds, of guided rows"""
+def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0, busy: float = 0.0) -> list[int]:
+    """Let steps run whose guesses hold to a share; returns the places that each had.
+
+    busy: the rows are guided, and the host takes so many seconds for each mask; 0: they are not
+    """
     chosen = []
     for _ in range(count):
-        chosen.append(own.choose(rows, rows if mask else 0))
-        if mask:
-            own.note_masks(chosen[-1], rows, rows, mask * (rows + chosen[-1]))
+        chosen.append(own.choose(rows, rows if busy else 0))
+        if busy:
+            own.note_host(chosen[-1], rows, rows, busy * (rows + chosen[-1]))
         if chosen[-1]:
             own.note(chosen[-1], [int(share * min(chosen[-1] // rows, 4))] * rows)
     return chosen
@@ -232,16 +235,16 @@ class TestBudget:
         assert choices(own, 1, rows=7)[0] > 0
 
     @pytest.mark.parametrize("may_decline", [False, True])
-    def test_masks_that_take_longer_than_guesses_save_are_seldom_made(self, may_decline: bool) -> None:
-        """Of 8 rows a step takes 1.1 to 1.4 seconds, beside which the host makes its masks."""
-        for mask, share, verifies in ((0.03, 0.5, True), (0.1, 0.0, False), (0.1, 0.5, False), (0.1, 1.0, True)):
-            chosen = choices(budget(may_decline), 200, rows=8, share=share, mask=mask)
-            assert (chosen[100:].count(0) < 20) == verifies, (mask, share)
+    def test_a_host_that_takes_longer_than_guesses_save_declines_them(self, may_decline: bool) -> None:
+        """Of 8 rows a step takes 1.1 to 1.4 seconds, beside which the host is busy with a mask of each place."""
+        for busy, share, verifies in ((0.03, 0.5, True), (0.1, 0.0, False), (0.1, 0.5, False), (0.1, 1.0, True)):
+            chosen = choices(budget(may_decline), 200, rows=8, share=share, busy=busy)
+            assert (chosen[100:].count(0) < 20) == verifies, (busy, share)
             assert any(chosen), "they are tried"
 
-    def test_masks_of_few_rows_do_not_count_for_others(self) -> None:
+    def test_guided_rows_do_not_count_where_there_are_none(self) -> None:
         own = budget(may_decline=True)
-        choices(own, 100, rows=8, share=1.0, mask=2.0)
+        choices(own, 100, rows=8, share=1.0, busy=2.0)
         assert choices(own, 50, rows=8, share=1.0).count(0) == 0
 
     def test_no_sizes_are_no_guesses(self) -> None:

@@ -129,6 +129,7 @@ class LLMEngine:
         step itself makes the guesses before it runs the model, so the masks behind these come in time, too.
         """
         self.check_ready()
+        start, waited = time.perf_counter(), self.ranks.waited
         with self.ranks.undivided():
             result, launched = StepResult(), None
             if self.ranks.peers is not None:
@@ -147,8 +148,10 @@ class LLMEngine:
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
                 launched.tokens = self.ranks.call("draw_guided", masks)
-                if self.ranks.peers is None:  # these plan alike, and their clocks differ
-                    self.scheduler.note_masks(launched.step, len(launched.guided), self.matchers.seconds)
+                # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
+                if self.ranks.peers is None and self.config.device == "cuda":
+                    seconds = time.perf_counter() - start - (self.ranks.waited - waited)
+                    self.scheduler.note_host(launched.step, len(launched.guided), seconds)
             return result
 
     def _look_ahead(self, beside_decode: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,15 +60,11 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of each guided sequence that has not ended. A preempted sequence keeps its own.
-
-    seconds: that the newest masks took, without the wait for guesses
-    """
+    """The matchers of each guided sequence that has not ended. A preempted sequence keeps its own."""
 
     def __init__(self) -> None:
         self._followed: dict[Sequence, Followed] = {}
         self._num_words = 0  # of a mask
-        self.seconds = 0.0
         self._executor: LLExecutor | None = None  # its threads make masks side by side, without Python's lock
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
@@ -135,16 +130,13 @@ class Matchers:
 
         All tokens are allowed where a sequence has ended meanwhile, and behind a guess that cannot hold.
         """
-        start = time.perf_counter()
         going = [place for place, seq in enumerate(seqs) if seq in self._followed]
         going.sort(key=lambda place: self._followed[seqs[place]].lock)  # neighbours mostly get the same thread
         for place in going:
             self._followed[seqs[place]].begin()
         words, at = self._blank(len(seqs)), list(range(len(seqs)))
         self._fill(words, [(seqs[place], at[place]) for place in going], 0)
-        begin = time.perf_counter()
         guesses = read_guesses()
-        waited = time.perf_counter() - begin
         counts = list(map(len, guesses))
         firsts, behind, masks = list(accumulate(counts, initial=0)), self._blank(sum(counts)), words
         for level in range(max(counts, default=0)):
@@ -155,7 +147,6 @@ class Matchers:
             ]
             masks, at = behind, [first + level for first in firsts]
             self._fill(masks, [(seqs[place], at[place]) for place in going], level + 1)
-        self.seconds = time.perf_counter() - start - waited
         return MaskMessage(counts, words, behind)
 
     def _blank(self, count: int) -> array[int]:

@@ -257,7 +257,7 @@ class ModelRunner:
             with torch.cuda.stream(self._beside):
                 if verifier.packed is not None:
                     verifier.packed.wait()
-                return self._send(verifier.guesses(launched.places)[launched.rows], Extras())
+                return self._send(verifier.guesses(launched.places, message.num_rows), Extras())
 
     @torch.inference_mode()
     def draw_guided(self, masks: MaskMessage) -> PendingTokens | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from itertools import pairwise
+from statistics import median
 
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
+BUSY_STEPS = 5  # a few of these may have compiled something
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -19,7 +22,7 @@ class Budget:
     """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
 
     It knows a table of times and what guesses have brought, not the clock: ranks that plan each for itself choose
-    alike, if they have the same table. A host that plans for all ranks tells it what masks take, too.
+    alike, if they have the same table. A host that plans for all ranks also says how long it is busy for guided rows.
 
     What guesses bring, tokens for each row, is known by the places that a row has. A step also says what fewer places
     would have brought. A size with more of them is tried now and then, if it could be the best.
@@ -42,27 +45,29 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
-        self._mask_seconds: dict[int, float] = {}  # of a guided row's masks, by places
+        # How long the host was busy for a guided row in the newest steps, by places; and the medians of these times.
+        self._busy: dict[int, deque[float]] = {}
+        self._host_seconds: dict[int, float] = {}
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
 
     @property
-    def counts_masks(self) -> bool:
-        """Whether it knows what masks take."""
-        return bool(self._mask_seconds)
+    def counts_host(self) -> bool:
+        """Whether it knows how long the host is busy for guided rows."""
+        return bool(self._host_seconds)
 
     def choose(self, num_rows: int, num_guided: int = 0) -> int:
         """Return the places for guesses of the next step; 0: it is to be a plain one.
 
-        num_guided: so many of the rows are guided; where their masks take longer than the step, it may be a plain one
+        num_guided: so many of the rows are guided; where the host takes longer than the device, it may be a plain one
         """
         options = self._options_of(num_rows)
         self._num_steps += 1
         if not options:
             return 0
-        times = {guesses: self._time_with_masks(num_rows, guesses, num_guided) for guesses in (0, *options)}
+        times = {guesses: self._time_with_host(num_rows, guesses, num_guided) for guesses in (0, *options)}
         rates = {
             guesses: num_rows * (1 + self._gain(self._places(guesses, num_rows))) / times[guesses]
             for guesses in options
@@ -70,11 +75,7 @@ class Budget:
         if self._may_decline or times[options[0]] > self._time(num_rows, options[0]):
             rates[0] = num_rows / times[0]
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
-        others = [
-            guesses
-            for guesses in options
-            if guesses > best and self._most(num_rows, guesses) / times[guesses] > rates[best]
-        ]
+        others = [guesses for guesses in options if guesses > best and self._most(num_rows, guesses) > rates[best]]
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
             lost = times[other] / times[best] - 1
@@ -97,11 +98,13 @@ class Budget:
             kept = sum(held) if places == most else sum(min(count, places) for count in held)
             self._learn(places, kept / len(held))
 
-    def note_masks(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
-        """Learn how long the host has made the masks of a step's guided rows, those behind guesses included."""
-        places, own = self._places(guesses, num_rows), seconds / num_guided
-        before = self._mask_seconds.get(places, own)
-        self._mask_seconds[places] = before + NEWEST * (own - before)
+    def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
+        """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
+        places = self._places(guesses, num_rows)
+        newest = self._busy.setdefault(places, deque(maxlen=BUSY_STEPS))
+        newest.append(seconds / num_guided)
+        if 2 * len(newest) > BUSY_STEPS:
+            self._host_seconds[places] = median(newest)
 
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
@@ -121,14 +124,10 @@ class Budget:
             return self._plain_times[num_rows]
         return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
 
-    def _time_with_masks(self, num_rows: int, guesses: int, num_guided: int) -> float:
-        """Return the time of a step, beside which the host makes the masks of so many guided rows."""
-        time = self._time(num_rows, guesses)
-        if num_guided == 0 or not self._mask_seconds:
-            return time
-        places = self._places(guesses, num_rows)
-        nearest = min(self._mask_seconds, key=lambda known: abs(known - places))
-        return max(time, num_guided * self._mask_seconds[nearest] * (1 + places) / (1 + nearest))
+    def _time_with_host(self, num_rows: int, guesses: int, num_guided: int) -> float:
+        """Return the time of a step beside which the host is busy for so many guided rows, if it knows how long."""
+        host = num_guided * self._host_seconds.get(self._places(guesses, num_rows), 0.0)
+        return max(self._time(num_rows, guesses), host)
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
@@ -140,9 +139,9 @@ class Budget:
             return gain * places / max(1, nearest)
         return min(gain, float(places))
 
-    def _most(self, num_rows: int, guesses: int) -> int:
-        """Return the tokens that a step gives if all its guesses hold."""
-        return num_rows + min(guesses, self._max_guesses * num_rows)
+    def _most(self, num_rows: int, guesses: int) -> float:
+        """Return the tokens per second that a step gives if all its guesses hold, and the host keeps up."""
+        return (num_rows + min(guesses, self._max_guesses * num_rows)) / self._time(num_rows, guesses)
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:

@@ -81,7 +81,7 @@ class SpeculatingScheduler(Scheduler):
         least = self.budget.least(len(self.decoding))
         if least == 0:
             return 0
-        num_guided = sum(seq.params.is_guided for seq in self.decoding) if self.budget.counts_masks else 0
+        num_guided = sum(seq.params.is_guided for seq in self.decoding) if self.budget.counts_host else 0
         guesses = self.budget.choose(len(self.decoding), num_guided)
         return guesses or (0 if self._goes_on() else least)
 
@@ -185,10 +185,10 @@ class SpeculatingScheduler(Scheduler):
             self.budget.note(guesses, held)
         return ended, num_dropped
 
-    def note_masks(self, step: Step, num_guided: int, seconds: float) -> None:
-        """Learn how long the host has made the masks of a step's guided rows."""
+    def note_host(self, step: Step, num_guided: int, seconds: float) -> None:
+        """Learn how long the host was busy for a step with guided rows."""
         if isinstance(step, DecodeStep):
-            self.budget.note_masks(step.guesses, len(step.seqs), num_guided, seconds)
+            self.budget.note_host(step.guesses, len(step.seqs), num_guided, seconds)
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
         """Append tokens, one of which may end the sequence; returns how many it has got."""

@@ -11,7 +11,7 @@ from nanoinfer.attention.context import Guesses
 from nanoinfer.config import Config
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.suffix import SuffixDrafter
-from nanoinfer.kernels.drafting.accept import NOTHING, AdvancedRows, accept_guesses
+from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
@@ -101,11 +101,9 @@ class Verifier:
         """Return where the newest step of this size has its places."""
         return self._places.of_size(num_rows, guesses)
 
-    def guesses(self, places: Places) -> Tensor:
-        """Return the guesses that rows have there, [rows, max_guesses] int32, NOTHING behind these."""
-        guess = torch.arange(self._most, device=places.first.device)
-        at = (len(places.first) + places.first[:, None] + guess).clamp(max=len(places.tokens) - 1)
-        return places.tokens[at].where(guess < places.counts[:, None], NOTHING)
+    def guesses(self, places: Places, num_rows: int) -> Tensor:
+        """Return the guesses of the first rows, int32: their Places.first and Places.counts, then all guesses."""
+        return torch.cat([places.first[:num_rows], places.counts[:num_rows], places.tokens[len(places.first) :]])
 
     def lines(self, places: Places, num_rows: int) -> Tensor:
         """Return which tokens of the newest step were the first rows' last ones, then which were guesses."""
