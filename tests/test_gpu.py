@@ -288,8 +288,8 @@ class TestStructuredOutputs:
 
         monkeypatch.setattr(llm.engine, "_read_guesses", watched)
         llm.generate([[30]] * 2, [replace(own, max_tokens=20) for own in params], use_tqdm=False)
-        assert is_early
-        assert all(is_early)
+        assert len(is_early) > 1
+        assert all(is_early[1:])  # before the first copy, the host allocates pinned memory, and waits for the device
 
 
 def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None:
