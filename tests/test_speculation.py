@@ -247,6 +247,15 @@ class TestBudget:
         choices(own, 100, rows=8, share=1.0, busy=2.0)
         assert choices(own, 50, rows=8, share=1.0).count(0) == 0
 
+    def test_the_host_counts_for_steps_that_decode_once_a_few_have_run(self) -> None:
+        own = budget(may_decline=True)
+        sched, seq = scheduler(own), sequence(3, 8)
+        for count in range(4):
+            sched.note_host(PrefillStep([], []), 1, 100.0)
+            assert own.counts_host == (count == 3)
+            sched.note_host(DecodeStep([seq], [], [], 1, guesses=4), 1, 100.0 if count == 0 else 0.1)
+        assert choices(own, 100, share=1, busy=0.1).count(0) == 0, "the first step may have compiled something"
+
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0
 
