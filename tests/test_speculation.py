@@ -247,14 +247,27 @@ class TestBudget:
         choices(own, 100, rows=8, share=1.0, busy=2.0)
         assert choices(own, 50, rows=8, share=1.0).count(0) == 0
 
-    def test_the_host_counts_for_steps_that_decode_once_a_few_have_run(self) -> None:
+    def test_the_host_counts_for_steps_that_decode_and_once_a_few_have_run(self) -> None:
         own = budget(may_decline=True)
         sched, seq = scheduler(own), sequence(3, 8)
-        for count in range(4):
-            sched.note_host(PrefillStep([], []), 1, 100.0)
-            assert own.counts_host == (count == 3)
-            sched.note_host(DecodeStep([seq], [], [], 1, guesses=4), 1, 100.0 if count == 0 else 0.1)
-        assert choices(own, 100, share=1, busy=0.1).count(0) == 0, "the first step may have compiled something"
+        sched.note_host(PrefillStep([], []), 1, 100.0)
+        assert not own.counts_host
+        for _ in range(2):  # these may have compiled something
+            sched.note_host(DecodeStep([seq], [], [], 1, guesses=4), 1, 100.0)
+        assert own.counts_host
+        assert choices(own, 100, share=1, busy=0.1).count(0) == 0
+
+    def test_the_host_may_be_as_busy_for_one_row_as_for_many(self) -> None:
+        own = budget(may_decline=False)
+        for rows, share, verifies in ((1, 1.0, True), (8, 0.0, False), (8, 1.0, True), (1, 0.0, False)):
+            chosen = []
+            for _ in range(1500):
+                chosen.append(own.choose(rows, rows))
+                own.note_host(chosen[-1], rows, rows, 3 + 0.1 * (rows + chosen[-1]))
+                if chosen[-1]:
+                    own.note(chosen[-1], [int(share * min(chosen[-1] // rows, 4))] * rows)
+            assert (chosen[-500:].count(0) < 20) == verifies, (rows, share)
+            assert any(chosen[-500:]), "guesses are tried"
 
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0

@@ -12,7 +12,8 @@ from statistics import median
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
-BUSY_STEPS = 5  # a few of these may have compiled something
+BUSY_STEPS = 5  # of a size, of which the median counts: two of these may have compiled something
+FORGOTTEN = 512  # steps behind which it does not count any more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -45,9 +46,8 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
-        # How long the host was busy for a guided row in the newest steps, by places; and the medians of these times.
-        self._busy: dict[int, deque[float]] = {}
-        self._host_seconds: dict[int, float] = {}
+        self._busy: dict[Size, deque[float]] = {}  # seconds of the host for a guided row, in the newest steps of a size
+        self._heard: dict[Size, int] = {}  # the number of the newest of these
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
@@ -56,7 +56,7 @@ class Budget:
     @property
     def counts_host(self) -> bool:
         """Whether it knows how long the host is busy for guided rows."""
-        return bool(self._host_seconds)
+        return bool(self._busy)
 
     def choose(self, num_rows: int, num_guided: int = 0) -> int:
         """Return the places for guesses of the next step; 0: it is to be a plain one.
@@ -100,11 +100,13 @@ class Budget:
 
     def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
         """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
-        places = self._places(guesses, num_rows)
-        newest = self._busy.setdefault(places, deque(maxlen=BUSY_STEPS))
-        newest.append(seconds / num_guided)
-        if 2 * len(newest) > BUSY_STEPS:
-            self._host_seconds[places] = median(newest)
+        if self._options_of(num_rows):
+            size = self._size(num_rows, guesses)
+            newest = self._busy.setdefault(size, deque(maxlen=BUSY_STEPS))
+            if self._is_forgotten(size):
+                newest.clear()
+            newest.append(seconds / num_guided)
+            self._heard[size] = self._num_steps
 
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
@@ -122,12 +124,24 @@ class Budget:
     def _time(self, num_rows: int, guesses: int) -> float:
         if guesses == 0:
             return self._plain_times[num_rows]
-        return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
+        return self._times[self._size(num_rows, guesses)]
+
+    def _size(self, num_rows: int, guesses: int) -> Size:
+        return self._rows[bisect_left(self._rows, num_rows)], guesses
 
     def _time_with_host(self, num_rows: int, guesses: int, num_guided: int) -> float:
-        """Return the time of a step beside which the host is busy for so many guided rows, if it knows how long."""
-        host = num_guided * self._host_seconds.get(self._places(guesses, num_rows), 0.0)
-        return max(self._time(num_rows, guesses), host)
+        """Return the time of a step beside which the host is busy for so many guided rows.
+
+        If it does not know lately how long, the host does not count: so such a step is tried.
+        """
+        time, size = self._time(num_rows, guesses), self._size(num_rows, guesses)
+        newest = self._busy.get(size, ())
+        if num_guided == 0 or len(newest) < BUSY_STEPS or self._is_forgotten(size):
+            return time
+        return max(time, num_guided * median(newest))
+
+    def _is_forgotten(self, size: Size) -> bool:
+        return self._num_steps - self._heard.get(size, 0) > FORGOTTEN
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
