@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 256  # compiled grammars
 NUM_THREADS = min(4, os.cpu_count() or 1)  # that make masks
-COPIES = 8  # of a compiled matcher, before another is compiled for another thread
+COPIES = 8  # of a compiled matcher, before another is compiled
 # Between the tokens of JSON: without a bound, a model that likes white space may never come to an end.
 SPACE = "[ ]?"
 # llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
@@ -30,28 +30,29 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PIECE}{{1,{most}}}" for most in (1, 2, 4,
 class Grammar:
     """A grammar, which gives each sequence a matcher of its own.
 
-    Copies of a matcher share a lock. So each thread that makes masks has copies of a matcher that it shares with none.
+    Copies of a matcher share a lock while one makes a mask. So there are several compiled ones to copy, for the threads
+    that make masks side by side.
 
     num_words: a mask of the tokenizer's tokens has this many words of 32 bits
     eos_token_ids: the tokens that a mask allows where the text may end
     """
 
-    def __init__(self, compile_anew: Callable[[], LLMatcher], threads: Iterator[int], tokenizer: LLTokenizer) -> None:
-        """threads: numbers of threads, from which each compiled matcher takes the next; raises as compile_anew does."""
-        self._compile_anew, self._threads = compile_anew, threads
-        self._compiled = [(compile_anew(), next(threads))]
+    def __init__(self, compile_anew: Callable[[], LLMatcher], locks: Iterator[int], tokenizer: LLTokenizer) -> None:
+        """locks: numbers, of which each compiled matcher takes the next; raises as compile_anew does."""
+        self._compile_anew, self._locks = compile_anew, locks
+        self._compiled = [(compile_anew(), next(locks))]
         self._num_copies = 0
         self.num_words = -(-tokenizer.vocab_size // 32)
         self.eos_token_ids = frozenset(tokenizer.eos_tokens)
 
     def matcher(self) -> tuple[LLMatcher, int]:
-        """Return a matcher that has read nothing, and the number of the thread that makes its masks."""
+        """Return a matcher that has read nothing, and the number of its lock."""
         turn = self._num_copies // COPIES % NUM_THREADS
         self._num_copies += 1
         if turn == len(self._compiled):
-            self._compiled.append((self._compile_anew(), next(self._threads)))
-        matcher, thread = self._compiled[turn]
-        return matcher.deep_copy(), thread
+            self._compiled.append((self._compile_anew(), next(self._locks)))
+        matcher, lock = self._compiled[turn]
+        return matcher.deep_copy(), lock
 
 
 class Grammars:
@@ -60,7 +61,7 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """vocab_size: the model's; eos_token_ids: the model's, or none: then the tokenizer's own."""
         self._tokenizer = _convert(tokenizer, vocab_size, eos_token_ids)
-        self._threads = itertools.cycle(range(NUM_THREADS))
+        self._locks = itertools.count()
         self._compile = lru_cache(MOST_KEPT)(self._grammar)
 
     def compile(self, structured_outputs: Mapping[str, Any]) -> Grammar:
@@ -69,7 +70,7 @@ class Grammars:
         return self._compile(kind, wanted)
 
     def _grammar(self, kind: str, wanted: Any) -> Grammar:
-        return Grammar(partial(self._compile_anew, kind, wanted), self._threads, self._tokenizer)
+        return Grammar(partial(self._compile_anew, kind, wanted), self._locks, self._tokenizer)
 
     def _compile_anew(self, kind: str, wanted: Any) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -8,6 +8,7 @@ import json
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from conftest import Oracle, greedy, plan_ahead
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
+from nanoinfer.engine.results.step_result import InFlight
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
@@ -29,6 +31,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
 from nanoinfer.runner.message import ChunkMessage, ChunkStates
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
+from nanoinfer.runner.steps.steps import Steps
 
 pytestmark = pytest.mark.gpu
 
@@ -262,6 +265,31 @@ class TestStructuredOutputs:
 
         monkeypatch.setattr(llm.engine.ranks.runner, "call", watched)
         llm.generate([[31]] * 20, params, use_tqdm=False)
+
+    @pytest.mark.parametrize("enforce_eager", [False, True])
+    def test_guesses_come_to_the_host_while_the_model_runs(
+        self, enforce_eager: bool, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_rows, is_early = Steps._run_rows, []
+
+        def run_slowly(self: Steps, *args: Any) -> torch.Tensor:
+            torch.cuda._sleep(50_000_000)  # cycles
+            return run_rows(self, *args)
+
+        monkeypatch.setattr(Steps, "_run_rows", run_slowly)
+        llm, params = make_llm(max_num_seqs=2, speculation="suffix", enforce_eager=enforce_eager), self.params()[:2]
+        read = llm.engine._read_guesses
+
+        def watched(launched: InFlight) -> list[list[int]]:
+            guesses = read(launched)
+            if launched.guesses is not None:
+                is_early.append(not torch.cuda.current_stream().query())
+            return guesses
+
+        monkeypatch.setattr(llm.engine, "_read_guesses", watched)
+        llm.generate([[30]] * 2, [replace(own, max_tokens=20) for own in params], use_tqdm=False)
+        assert len(is_early) > 1
+        assert all(is_early[1:])  # before the first copy, the host allocates pinned memory, and waits for the device
 
 
 def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None:

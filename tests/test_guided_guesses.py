@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from transformers import AutoTokenizer
 from nanoinfer import BUNDLED_MODEL, RequestOutput, SamplingParams
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.grammar import Grammars
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import Drawn
@@ -118,8 +121,9 @@ def test_bits_are_those_without_if_sums_have_one_order(mode: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows_guess_beside_others(device: str) -> None:
+def test_rows_guess_beside_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time, texts of the first are guesses."""
+    monkeypatch.setattr(Budget, "note_host", lambda *args: None)  # for so small a model they may not pay
     results = []
     for speculation in (None, "suffix"):
         with make(device=device, speculation=speculation, max_num_seqs=12) as llm:
@@ -222,6 +226,34 @@ class TestMatchers:
     def test_min_tokens_count_guesses(self, follow: Callable[..., Any]) -> None:
         matchers, seq = follow("b*", min_tokens=2)
         assert self.allowed(matchers, seq, [self.B, self.B]) == ["b", "b", "b."]
+
+    def test_rows_together_have_the_masks_that_each_has_alone(self) -> None:
+        rng, forms = random.Random(0), ["a?b{2}c?", "b*", "(abc|cab){2}"]
+        together, ids = Matchers(), (self.A, self.B, self.C, self.END)
+        seqs, alone = [], []
+        for row in range(30):  # more than one thread takes
+            regex = forms[row % len(forms)]
+            grammar, params = GRAMMARS.compile({"regex": regex}), guided(structured_outputs={"regex": regex})
+            seqs.append(Sequence([1], replace(params, min_tokens=row % 4), 0, 128, grammar.eos_token_ids))
+            alone.append(Matchers())
+            for matchers in (together, alone[-1]):
+                matchers.add(seqs[-1], grammar)
+        for _ in range(4):
+            guesses = [rng.choices(ids, k=rng.randrange(4)) for _ in seqs]
+            message = together.masks(seqs, lambda guesses=guesses: guesses)
+            own = [m.masks([seq], lambda g=g: [g]) for m, seq, g in zip(alone, seqs, guesses, strict=True)]
+            assert message.guesses == [count for each in own for count in each.guesses]
+            assert message.words == sum((each.words for each in own), array("i"))
+            assert message.behind == sum((each.behind for each in own), array("i"))
+            for matchers, seq, guess in zip(alone, seqs, guesses, strict=True):
+                drawn = [*guess, rng.choice(ids)]
+                for both in (together, matchers):
+                    both.read([seq], [list(drawn)])
+                if together.end_of(seq) is not None:
+                    together.drop(seq)
+                    matchers.drop(seq)
+        for matchers in (together, *alone):
+            matchers.close()
 
     @pytest.mark.parametrize(
         ("guesses", "drawn", "taken"),

@@ -126,9 +126,10 @@ class LLMEngine:
         """Launch the next step, if one can be planned, and read back the one before it.
 
         The masks of guided rows need the tokens of the step before. The host makes them while the device computes. The
-        step itself makes the guesses, so the masks behind these come when it has run.
+        step itself makes the guesses before it runs the model, so the masks behind these come in time, too.
         """
         self.check_ready()
+        start, waited = time.perf_counter(), self.ranks.waited
         with self.ranks.undivided():
             result, launched = StepResult(), None
             if self.ranks.peers is not None:
@@ -147,6 +148,10 @@ class LLMEngine:
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
                 launched.tokens = self.ranks.call("draw_guided", masks)
+                # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
+                if self.ranks.peers is None and self.config.device == "cuda":
+                    seconds = time.perf_counter() - start - (self.ranks.waited - waited)
+                    self.scheduler.note_host(launched.step, len(launched.guided), seconds)
             return result
 
     def _look_ahead(self, beside_decode: bool) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.grammar import NUM_THREADS, Grammar, error_of
+from nanoinfer.grammar import COPIES, NUM_THREADS, Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 Mask = npt.NDArray[np.uint32]  # one token's; bit i % 32 of word i // 32 is token i's
 ALL = -1  # 32 tokens that may all be drawn
@@ -27,7 +27,7 @@ class Followed:
     """How far a sequence has come in its grammar.
 
     matcher: has read the last known token
-    thread: the number of the thread that makes its masks
+    lock: the number of the lock that it shares with others, see Grammar
     most: the step in flight gives the text at most so many tokens: one, and its guesses as far as these may hold and
         the text goes on behind them
     ahead: a copy of the matcher that has read those guesses, too; None: there are none, or the text ends with the next.
@@ -35,9 +35,28 @@ class Followed:
     """
 
     matcher: LLMatcher
-    thread: int
+    lock: int
     most: int = 1
     ahead: LLMatcher | None = None
+
+    def begin(self) -> None:
+        """Forget the guesses of the step before."""
+        self.most, self.ahead = 1, None
+
+    def read_ahead(self, guess: int) -> bool:
+        """Let the copy read a guess that the grammar allows; returns whether the text goes on behind it."""
+        self.ahead = self.ahead or self.matcher.deep_copy()
+        self.ahead.consume_token(guess)
+        if self.ahead.is_stopped():
+            self.ahead = None
+            return False
+        self.most += 1
+        return True
+
+    @property
+    def newest(self) -> LLMatcher:
+        """What has read the most."""
+        return self.ahead or self.matcher
 
 
 class Matchers:
@@ -46,10 +65,14 @@ class Matchers:
     def __init__(self) -> None:
         self._followed: dict[Sequence, Followed] = {}
         self._num_words = 0  # of a mask
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "masks")  # starts a thread when there is work for it
+        self._executor: LLExecutor | None = None  # its threads make masks side by side, without Python's lock
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(NUM_THREADS)
         self._num_words = grammar.num_words
         self._followed[seq] = Followed(*grammar.matcher())
 
@@ -107,69 +130,55 @@ class Matchers:
 
         All tokens are allowed where a sequence has ended meanwhile, and behind a guess that cannot hold.
         """
-        words, masks = self._blank(len(seqs))
-        self._share(self._begin, zip(seqs, masks, strict=True))
+        going = [place for place, seq in enumerate(seqs) if seq in self._followed]
+        going.sort(key=lambda place: self._followed[seqs[place]].lock)  # neighbours mostly get the same thread
+        for place in going:
+            self._followed[seqs[place]].begin()
+        words, at = self._blank(len(seqs)), list(range(len(seqs)))
+        self._fill(words, [(seqs[place], at[place]) for place in going], 0)
         guesses = read_guesses()
-        words_behind, masks_behind = self._blank(sum(map(len, guesses)))
-        ends = np.cumsum([len(own) for own in guesses])[:-1]
-        behind = np.split(masks_behind, ends)
-        jobs = zip(seqs, masks, guesses, behind, strict=True)
-        self._share(self._follow, (job for job in jobs if job[2]))
-        return MaskMessage([len(own) for own in guesses], words, words_behind)
+        counts = list(map(len, guesses))
+        firsts, behind, masks = list(accumulate(counts, initial=0)), self._blank(sum(counts)), words
+        for level in range(max(counts, default=0)):
+            going = [
+                place
+                for place in going
+                if level < counts[place] and self._goes_on(seqs[place], guesses[place][level], masks, at[place])
+            ]
+            masks, at = behind, [first + level for first in firsts]
+            self._fill(masks, [(seqs[place], at[place]) for place in going], level + 1)
+        return MaskMessage(counts, words, behind)
 
-    def _blank(self, count: int) -> tuple[array[int], npt.NDArray[np.uint32]]:
-        """Return so many masks that allow all, as words and as rows of these."""
-        words = array("i", [ALL]) * (count * self._num_words)
-        return words, np.frombuffer(words, dtype=np.uint32).reshape(count, self._num_words)
+    def _blank(self, count: int) -> array[int]:
+        """Return so many masks that allow all."""
+        return array("i", [ALL]) * (count * self._num_words)
 
-    def _share(self, make: Callable[..., None], jobs: Iterable[tuple[Any, ...]]) -> None:
-        """Let the threads make the masks of sequences; each job has the arguments of one, itself first."""
-        shares: dict[int, list[tuple[Any, ...]]] = {}
-        for job in jobs:
-            if job[0] in self._followed:
-                shares.setdefault(self._followed[job[0]].thread, []).append(job)
+    def _goes_on(self, seq: Sequence, guess: int, masks: array[int], place: int) -> bool:
+        """Let a sequence's copy read a guess; returns whether it may hold, and the text goes on behind it.
 
-        def run(share: list[tuple[Any, ...]]) -> None:
-            for job in share:
-                make(*job)
+        masks, place: where the mask of the token in the guess's place stands
+        """
+        is_allowed = masks[place * self._num_words + guess // 32] >> guess % 32 & 1
+        return bool(is_allowed) and guess not in seq.stop_ids and self._followed[seq].read_ahead(guess)
 
-        first, *others = shares.values() or [[]]
-        pending = [self._threads.submit(run, share) for share in others]
-        run(first)
-        for future in pending:
-            future.result()
-
-    def _begin(self, seq: Sequence, mask: Mask) -> None:
-        """Make the mask of a sequence's next token."""
-        followed = self._followed[seq]
-        followed.most, followed.ahead = 1, None
-        _fill(mask, followed.matcher, seq, 0)
-
-    def _follow(self, seq: Sequence, mask: Mask, guesses: list[int], behind: Iterable[Mask]) -> None:
-        """Make the masks behind a sequence's guesses, as far as these may hold; mask: of its next token"""
-        followed, ahead = self._followed[seq], None
-        for guess, following in zip(guesses, behind, strict=True):
-            if guess in seq.stop_ids or not mask[guess // 32] >> guess % 32 & 1:
-                break
-            ahead = ahead or followed.matcher.deep_copy()
-            ahead.consume_token(guess)
-            if ahead.is_stopped():
-                return
-            _fill(following, ahead, seq, followed.most)
-            followed.most += 1
-            mask = following
-        followed.ahead = ahead
+    def _fill(self, masks: array[int], lines: list[tuple[Sequence, int]], num_guesses: int) -> None:
+        """Make the masks behind so many guesses of sequences; lines: each with the place of its mask"""
+        if not lines:
+            return
+        assert self._executor is not None
+        jobs = [(self._followed[seq].newest, place) for seq, place in lines]
+        address, length = masks.buffer_info()
+        where = address, self._num_words * masks.itemsize, length // self._num_words
+        for share in [jobs] if len(jobs) > COPIES else [[job] for job in jobs]:  # a job alone stays on this thread
+            self._executor.unsafe_compute_mask_ptr(share, *where)
+        for seq, place in lines:
+            if seq.num_output_tokens + num_guesses < seq.params.min_tokens:
+                own = np.frombuffer(masks, np.uint32)[place * self._num_words :][: self._num_words]
+                _suppress(own, seq.stop_ids)
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown()
-
-
-def _fill(mask: Mask, matcher: LLMatcher, seq: Sequence, num_guesses: int) -> None:
-    """Make the mask of the token behind so many guesses of a sequence; matcher: has read these"""
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    if seq.num_output_tokens + num_guesses < seq.params.min_tokens:
-        _suppress(mask, seq.stop_ids)
+        self._executor = None
 
 
 def _suppress(mask: Mask, token_ids: frozenset[int]) -> None:

@@ -297,6 +297,9 @@ class Scheduler:
         """Return the first position of a sequence that a step may compute that is still to be planned."""
         return seq.num_scheduled
 
+    def note_host(self, step: Step, num_guided: int, seconds: float) -> None:
+        """Hear how long the host was busy for a step with guided rows. Here it changes no plan."""
+
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""
         seq.token_ids.append(token_id)

@@ -81,6 +81,8 @@ class ModelRunner:
         self.host_blocks: HostBlocks | None = None
         self._launched: Launched | None = None  # a step with guided rows, until `draw_guided`
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
+        # Takes guesses to the host beside a step. Its kernels are tiny, and come between those of the step.
+        self._beside = torch.cuda.Stream(self.device, priority=-1) if speculates and config.device == "cuda" else None
         self.threads = Threads()
         self._voice = Voice(config, tp.rank)
         share_threads(config, tp)
@@ -243,14 +245,19 @@ class ModelRunner:
     def launch(self, message: StepMessage) -> PendingTokens | None:
         """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks.
 
-        Returns the guesses of a verifying step, Verifier.guesses, where there is a host, else None.
+        Returns the guesses of a verifying step, Verifier.guesses, where there is a host, else None. They come to the
+        host while the model runs.
         """
         with self.threads.of(message.num_tokens):
             self._launched = launched = self._launch(message)
             if launched.places is None or not self.has_host:
                 return None
-            assert self.steps.verifier is not None
-            return self._send(self.steps.verifier.guesses(launched.places)[launched.rows], Extras())
+            verifier = self.steps.verifier
+            assert verifier is not None
+            with torch.cuda.stream(self._beside):
+                if verifier.packed is not None:
+                    verifier.packed.wait()
+                return self._send(verifier.guesses(launched.places, message.num_rows), Extras())
 
     @torch.inference_mode()
     def draw_guided(self, masks: MaskMessage) -> PendingTokens | None:

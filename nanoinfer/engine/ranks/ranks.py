@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ class Ranks:
     runner: this process's rank
     workers: the other ranks, if this process has started them
     peers: the other ranks, if they are in a trainer's processes and have engines of their own
+    waited: seconds in `wait`, in all
     """
 
     def __init__(self, config: Config, workers: Workers | None = None) -> None:
@@ -33,6 +35,7 @@ class Ranks:
         workers: the processes of the other ranks, if these have started already
         """
         self._owner = os.getpid()
+        self.waited = 0.0
         self._failure: str | None = None  # why the ranks have ended
         are_several = config.tensor_parallel_size > 1
         self.workers = workers or (Workers(config) if are_several and config.starts_ranks else None)
@@ -82,8 +85,11 @@ class Ranks:
 
     def wait(self, tokens: PendingTokens) -> list[Any]:
         """Wait for a step's tokens: see PendingTokens.wait."""
+        start = time.perf_counter()
         with self._one_fate():
-            return tokens.wait(None if self._others is None else self._others.patience())
+            told = tokens.wait(None if self._others is None else self._others.patience())
+        self.waited += time.perf_counter() - start
+        return told
 
     def undivided(self) -> AbstractContextManager[object]:
         """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from itertools import pairwise
+from statistics import median
 
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
+BUSY_STEPS = 5  # of a size, of which the median counts: two of these may have compiled something
+FORGOTTEN = 512  # steps behind which it does not count any more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -18,8 +22,8 @@ Size = tuple[int, int]  # rows, and places for guesses
 class Budget:
     """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
 
-    It knows a table of times and what guesses have brought, never the clock: ranks that plan each for itself choose
-    alike, if they have the same table.
+    It knows a table of times and what guesses have brought, not the clock: ranks that plan each for itself choose
+    alike, if they have the same table. A host that plans for all ranks also says how long it is busy for guided rows.
 
     What guesses bring, tokens for each row, is known by the places that a row has. A step also says what fewer places
     would have brought. A size with more of them is tried now and then, if it could be the best.
@@ -42,25 +46,39 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
+        self._busy: dict[Size, deque[float]] = {}  # seconds of the host for a guided row, in the newest steps of a size
+        self._heard: dict[Size, int] = {}  # the number of the newest of these
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
         self._tried = -TRY_WITHIN  # the step that was the last trial
 
-    def choose(self, num_rows: int) -> int:
-        """Return the places for guesses of the next step; 0: it is to be a plain one."""
+    @property
+    def counts_host(self) -> bool:
+        """Whether it knows how long the host is busy for guided rows."""
+        return bool(self._busy)
+
+    def choose(self, num_rows: int, num_guided: int = 0) -> int:
+        """Return the places for guesses of the next step; 0: it is to be a plain one.
+
+        num_guided: so many of the rows are guided; where the host takes longer than the device, it may be a plain one
+        """
         options = self._options_of(num_rows)
         self._num_steps += 1
         if not options:
             return 0
-        rates = {guesses: self._rate(num_rows, guesses) for guesses in options}
-        if self._may_decline:
-            rates[0] = num_rows / self._time(num_rows, 0)
+        times = {guesses: self._time_with_host(num_rows, guesses, num_guided) for guesses in (0, *options)}
+        rates = {
+            guesses: num_rows * (1 + self._gain(self._places(guesses, num_rows))) / times[guesses]
+            for guesses in options
+        }
+        if self._may_decline or times[options[0]] > self._time(num_rows, options[0]):
+            rates[0] = num_rows / times[0]
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
         others = [guesses for guesses in options if guesses > best and self._most(num_rows, guesses) > rates[best]]
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
-            lost = self._time(num_rows, other) / self._time(num_rows, best) - 1
+            lost = times[other] / times[best] - 1
             if self._num_steps - self._tried >= min(max(TRY_EVERY, lost / SPENT), TRY_WITHIN):
                 best, self._tried = other, self._num_steps
         if best:
@@ -80,6 +98,16 @@ class Budget:
             kept = sum(held) if places == most else sum(min(count, places) for count in held)
             self._learn(places, kept / len(held))
 
+    def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
+        """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
+        if self._options_of(num_rows):
+            size = self._size(num_rows, guesses)
+            newest = self._busy.setdefault(size, deque(maxlen=BUSY_STEPS))
+            if self._is_forgotten(size):
+                newest.clear()
+            newest.append(seconds / num_guided)
+            self._heard[size] = self._num_steps
+
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
         is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
@@ -96,12 +124,24 @@ class Budget:
     def _time(self, num_rows: int, guesses: int) -> float:
         if guesses == 0:
             return self._plain_times[num_rows]
-        return self._times[self._rows[bisect_left(self._rows, num_rows)], guesses]
+        return self._times[self._size(num_rows, guesses)]
 
-    def _rate(self, num_rows: int, guesses: int) -> float:
-        """Return the tokens per second that a step is expected to give."""
-        gain = self._gain(self._places(guesses, num_rows))
-        return num_rows * (1 + gain) / self._time(num_rows, guesses)
+    def _size(self, num_rows: int, guesses: int) -> Size:
+        return self._rows[bisect_left(self._rows, num_rows)], guesses
+
+    def _time_with_host(self, num_rows: int, guesses: int, num_guided: int) -> float:
+        """Return the time of a step beside which the host is busy for so many guided rows.
+
+        If it does not know lately how long, the host does not count: so such a step is tried.
+        """
+        time, size = self._time(num_rows, guesses), self._size(num_rows, guesses)
+        newest = self._busy.get(size, ())
+        if num_guided == 0 or len(newest) < BUSY_STEPS or self._is_forgotten(size):
+            return time
+        return max(time, num_guided * median(newest))
+
+    def _is_forgotten(self, size: Size) -> bool:
+        return self._num_steps - self._heard.get(size, 0) > FORGOTTEN
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
@@ -114,7 +154,7 @@ class Budget:
         return min(gain, float(places))
 
     def _most(self, num_rows: int, guesses: int) -> float:
-        """Return the tokens per second that a step gives if all its guesses hold."""
+        """Return the tokens per second that a step gives if all its guesses hold, and the host keeps up."""
         return (num_rows + min(guesses, self._max_guesses * num_rows)) / self._time(num_rows, guesses)
 
 

@@ -32,13 +32,12 @@ class Draws:
     proposed: list[int] = field(default_factory=list)
 
 
-def read_guesses(seqs: list[Sequence], guided: list[Sequence], told: list[list[int]]) -> list[list[int]]:
-    """Return the guesses of each guided one among a step's sequences.
-
-    told: of each sequence its guesses, then numbers below 0
-    """
-    own = set(guided)
-    return [[guess for guess in row if guess >= 0] for seq, row in zip(seqs, told, strict=True) if seq in own]
+def read_guesses(seqs: list[Sequence], guided: list[Sequence], told: list[int]) -> list[list[int]]:
+    """Return the guesses of each guided one among a step's sequences; told: see Verifier.guesses."""
+    own, count = set(guided), len(seqs)
+    firsts, counts, tokens = told[:count], told[count : 2 * count], told[2 * count :]
+    rows = zip(seqs, firsts, counts, strict=True)
+    return [tokens[first : first + number] for seq, first, number in rows if seq in own]
 
 
 def read_plain(drawn: list[int]) -> Draws:

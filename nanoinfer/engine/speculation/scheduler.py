@@ -81,7 +81,8 @@ class SpeculatingScheduler(Scheduler):
         least = self.budget.least(len(self.decoding))
         if least == 0:
             return 0
-        guesses = self.budget.choose(len(self.decoding))
+        num_guided = sum(seq.params.is_guided for seq in self.decoding) if self.budget.counts_host else 0
+        guesses = self.budget.choose(len(self.decoding), num_guided)
         return guesses or (0 if self._goes_on() else least)
 
     def _goes_on(self) -> bool:
@@ -183,6 +184,11 @@ class SpeculatingScheduler(Scheduler):
             self._num_verifying -= 1
             self.budget.note(guesses, held)
         return ended, num_dropped
+
+    def note_host(self, step: Step, num_guided: int, seconds: float) -> None:
+        """Learn how long the host was busy for a step with guided rows."""
+        if isinstance(step, DecodeStep):
+            self.budget.note_host(step.guesses, len(step.seqs), num_guided, seconds)
 
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
         """Append tokens, one of which may end the sequence; returns how many it has got."""

@@ -11,7 +11,7 @@ from nanoinfer.attention.context import Guesses
 from nanoinfer.config import Config
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.suffix import SuffixDrafter
-from nanoinfer.kernels.drafting.accept import NOTHING, AdvancedRows, accept_guesses
+from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
 from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
@@ -34,6 +34,7 @@ class Verifier:
 
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
     draft: of a draft model; None: there is none
+    packed: comes when a step has its guesses, before it runs the model; None on the CPU
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Verifier:
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
+        # "external": a graph that records it lets it come in each replay, for those outside.
+        self.packed = torch.cuda.Event(external=True) if device.type == "cuda" else None
 
     def update(self, message: StepMessage) -> None:
         """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
@@ -98,11 +101,9 @@ class Verifier:
         """Return where the newest step of this size has its places."""
         return self._places.of_size(num_rows, guesses)
 
-    def guesses(self, places: Places) -> Tensor:
-        """Return the guesses that rows have there, [rows, max_guesses] int32, NOTHING behind these."""
-        guess = torch.arange(self._most, device=places.first.device)
-        at = (len(places.first) + places.first[:, None] + guess).clamp(max=len(places.tokens) - 1)
-        return places.tokens[at].where(guess < places.counts[:, None], NOTHING)
+    def guesses(self, places: Places, num_rows: int) -> Tensor:
+        """Return the guesses of the first rows, int32: their Places.first and Places.counts, then all guesses."""
+        return torch.cat([places.first[:num_rows], places.counts[:num_rows], places.tokens[len(places.first) :]])
 
     def lines(self, places: Places, num_rows: int) -> Tensor:
         """Return which tokens of the newest step were the first rows' last ones, then which were guesses."""
@@ -127,6 +128,8 @@ class Verifier:
             rows.limits[:num_rows],
         )
         pack_guesses(guessing, places, self._vocab_size, are_free=not self._skips_empty)
+        if self.packed is not None:
+            self.packed.record()
 
     def accept(self, places: Places, drawn: Tensor) -> None:
         """Keep what holds of the draws of all places, and move the rows on from where the step has found them."""
