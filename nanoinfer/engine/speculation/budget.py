@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from itertools import pairwise
@@ -13,7 +13,7 @@ SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
 BUSY_STEPS = 5  # of a size, of which the median counts: two of these may have compiled something
-FORGOTTEN = 512  # steps behind which it does not count any more
+FORGOTTEN = 512  # steps behind which one of these counts no more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
@@ -46,8 +46,8 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
-        self._busy: dict[Size, deque[float]] = {}  # seconds of the host for a guided row, in the newest steps of a size
-        self._heard: dict[Size, int] = {}  # the number of the newest of these
+        # In the newest steps of a size: the step's number, and the host's seconds for a guided row.
+        self._busy: defaultdict[Size, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=BUSY_STEPS))
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
@@ -101,12 +101,7 @@ class Budget:
     def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
         """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
         if self._options_of(num_rows):
-            size = self._size(num_rows, guesses)
-            newest = self._busy.setdefault(size, deque(maxlen=BUSY_STEPS))
-            if self._is_forgotten(size):
-                newest.clear()
-            newest.append(seconds / num_guided)
-            self._heard[size] = self._num_steps
+            self._busy[self._size(num_rows, guesses)].append((self._num_steps, seconds / num_guided))
 
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
@@ -134,14 +129,12 @@ class Budget:
 
         If it does not know lately how long, the host does not count: so such a step is tried.
         """
-        time, size = self._time(num_rows, guesses), self._size(num_rows, guesses)
-        newest = self._busy.get(size, ())
-        if num_guided == 0 or len(newest) < BUSY_STEPS or self._is_forgotten(size):
+        time = self._time(num_rows, guesses)
+        if num_guided == 0:
             return time
-        return max(time, num_guided * median(newest))
-
-    def _is_forgotten(self, size: Size) -> bool:
-        return self._num_steps - self._heard.get(size, 0) > FORGOTTEN
+        busy = self._busy.get(self._size(num_rows, guesses), ())
+        newest = [seconds for step, seconds in busy if self._num_steps - step <= FORGOTTEN]
+        return max(time, num_guided * median(newest)) if len(newest) == BUSY_STEPS else time
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
