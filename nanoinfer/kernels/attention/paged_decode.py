@@ -11,12 +11,10 @@ from torch import Tensor
 from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
-from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
+from nanoinfer.kernels.attention.scores import combine_partials, explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
-
-COMBINED_AT_ONCE = tl.constexpr(4)  # partial results of a row that a program loads at once
 
 
 def paged_decode_reference(
@@ -329,7 +327,7 @@ def _paged_decode_kernel(
             arrival = arrivals_ptr + row * KV_HEADS + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == num_partials - 1:
                 tl.store(arrival, 0)
-                _combine_partials(
+                combine_partials(
                     partial_ptr,
                     lse_ptr,
                     out_ptr,
@@ -355,49 +353,3 @@ def _paged_decode_kernel(
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     if not MAKE_WAY:
         start_successor(EARLY)  # not earlier: the successor would only take up room
-
-
-@triton.jit
-def _combine_partials(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    out_lse_ptr,
-    first_head,
-    first_worker,
-    num_partials,
-    token,
-    SHARES: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
-    BLOCK_G: tl.constexpr = token.shape[0] if QUERIES > 1 else triton.next_power_of_2(GROUP)
-    AT_ONCE: tl.constexpr = COMBINED_AT_ONCE if BLOCK_G * HEAD_DIM <= 4096 or QUERIES == 1 else 2
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
-    has_d = (d < HEAD_DIM)[None, :]
-    top = tl.full([BLOCK_G], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, triton.next_power_of_2(HEAD_DIM)], tl.float32)
-    for start in range(0, num_partials, AT_ONCE):
-        for offset in tl.static_range(AT_ONCE):
-            i = start + offset
-            is_head = g < tl.where(i < num_partials, GROUP, 0)
-            if QUERIES > 1:
-                is_head = tl.where(i < num_partials, token, -1) >= 0
-            place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * (QUERIES * GROUP) + g
-            # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
-            lse = tl.load(lse_ptr + place, mask=is_head, other=-1e30, cache_modifier=".cg")
-            numbers = partial_ptr + place[:, None] * HEAD_DIM + d[None, :]
-            partial = tl.load(numbers, mask=is_head[:, None] & has_d, other=0.0, cache_modifier=".cg")
-            new_top = tl.maximum(top, lse)
-            rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-            total = total * rescale + weight
-            acc = acc * rescale[:, None] + partial * weight[:, None]
-            top = new_top
-    is_query = token >= 0 if QUERIES > 1 else g < GROUP
-    target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None] & has_d)
-    if SHARES:
-        tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)

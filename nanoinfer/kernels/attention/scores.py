@@ -1,6 +1,7 @@
 """Turns a query's products with keys into scores: by the scale, and the soft cap of Gemma 2 (Gemma Team, 2024).
 
-A sink is a score that each query of a head has beside those of the keys, for no value (gpt-oss: OpenAI, 2025).
+A sink is a score that each query of a head has beside those of the keys, for no value (gpt-oss: OpenAI, 2025). What
+decode attends to in parts of the keys is weighed by their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+COMBINED_AT_ONCE = tl.constexpr(4)  # partial results of a row that a program loads at once
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -75,3 +77,49 @@ def scores_in_log2(products, factor, CAP: tl.constexpr):
 def load_sinks(sinks_ptr, head, mask):
     """Load heads' sinks times log2(e), as float32; where the mask is False, the score of a key that nobody sees."""
     return tl.maximum(tl.load(sinks_ptr + head, mask=mask, other=-1e30) * LOG2_E, -1e30)
+
+
+@triton.jit
+def combine_partials(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    out_lse_ptr,
+    first_head,
+    first_worker,
+    num_partials,
+    token,
+    SHARES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
+    BLOCK_G: tl.constexpr = token.shape[0] if QUERIES > 1 else triton.next_power_of_2(GROUP)
+    AT_ONCE: tl.constexpr = COMBINED_AT_ONCE if BLOCK_G * HEAD_DIM <= 4096 or QUERIES == 1 else 2
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    has_d = (d < HEAD_DIM)[None, :]
+    top = tl.full([BLOCK_G], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    for start in range(0, num_partials, AT_ONCE):
+        for offset in tl.static_range(AT_ONCE):
+            i = start + offset
+            is_head = g < tl.where(i < num_partials, GROUP, 0)
+            if QUERIES > 1:
+                is_head = tl.where(i < num_partials, token, -1) >= 0
+            place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * (QUERIES * GROUP) + g
+            # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
+            lse = tl.load(lse_ptr + place, mask=is_head, other=-1e30, cache_modifier=".cg")
+            numbers = partial_ptr + place[:, None] * HEAD_DIM + d[None, :]
+            partial = tl.load(numbers, mask=is_head[:, None] & has_d, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, lse)
+            rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            total = total * rescale + weight
+            acc = acc * rescale[:, None] + partial * weight[:, None]
+            top = new_top
+    is_query = token >= 0 if QUERIES > 1 else g < GROUP
+    target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None] & has_d)
+    if SHARES:
+        tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)
