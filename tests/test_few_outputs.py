@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels.launch import recording
+from nanoinfer.kernels.launch import can_copy, recording
 from nanoinfer.kernels.linear import few_outputs
 from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.few_outputs import Tiling, few_outputs_linear, find_tiling, parts_of, tile
@@ -113,7 +113,7 @@ def test_every_tile_has_a_multiprocessor_and_every_token_a_tile() -> None:
 
 def test_only_captured_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a graph, the host would take longer than the device."""
-    monkeypatch.setattr(few_outputs, "can_launch_early", lambda _: True)
+    monkeypatch.setattr(few_outputs, "is_measured", lambda _: True)
     monkeypatch.setattr(few_outputs, "num_multiprocessors", lambda _: MULTIPROCESSORS)
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (128, 4096))
     assert find_tiling(x, weight) is None
@@ -122,7 +122,17 @@ def test_only_captured_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_tiling(x[:64], weight) is None
         assert find_tiling(x.float(), weight.float()) is None
         assert find_tiling(x[:, :100], weight[:, :100]) is None  # the rows would begin between what is copied
+        assert find_tiling(x[:, :2048], weight[:, :2048].contiguous()) is None  # their rows do not follow each other
         assert find_tiling(x.repeat(3, 1), weight) is None
+
+
+def test_what_tensor_memory_copies_can_read() -> None:
+    numbers = torch.empty(4 * 64 + 1, dtype=SHORT, device=DEVICE)
+    first, later = numbers[:-1].view(4, 64), numbers[1:].view(4, 64)
+    assert can_copy(first, first)
+    assert not can_copy(first, later)  # it begins between what is copied
+    assert not can_copy(first[:, :32])
+    assert not can_copy(numbers[: 4 * 12].view(4, 12))  # so do its rows
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ from torch import Tensor
 MULTIPROCESSORS_WHEN_INTERPRETED = 4
 RESERVED_BYTES = 2048  # of a program's shared memory, for what is no tile
 LINE = tl.constexpr(128)  # bytes that the L2 cache fetches at once
+COPIED_BYTES = 16  # at multiples of so many begin the rows that tensor-memory copies read and write
 
 _thread = threading.local()
 
@@ -64,6 +65,14 @@ def early_launch(x: Tensor) -> dict[str, bool]:
 def can_launch_early(device: torch.device) -> bool:
     """Return whether a kernel can start while the one before it runs: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_copy(*matrices: Tensor) -> bool:
+    """Return whether tensor-memory copies can read these matrices, whose rows follow each other."""
+    return all(
+        matrix.is_contiguous() and (matrix.data_ptr() | matrix.shape[-1] * matrix.itemsize) % COPIED_BYTES == 0
+        for matrix in matrices
+    )
 
 
 @functools.cache

@@ -17,8 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch import (
-    can_launch_early,
+    can_copy,
     early_launch,
+    is_measured,
     is_recording,
     num_multiprocessors,
     shared_memory,
@@ -26,7 +27,6 @@ from nanoinfer.kernels.launch import (
 )
 
 LEAST_TOKENS, MOST_TOKENS = 65, 256  # with fewer, one_wave is as fast; with more, cuBLAS has tiles for all
-COPIED_BYTES = 16  # tensor-memory copies read rows that begin at multiples of so many
 TILES = (  # tiles of tokens, outputs of a tile, and its tokens: powers of two, or sums of two
     (2, 64, (64, 80, 96, 128)),
     (1, 64, (80, 96, 144, 160)),
@@ -62,9 +62,9 @@ def find_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     Where no norm adds up pieces, and overlaps with the product's end, cuBLAS is as fast.
     """
     out_features, in_features = weight.shape
-    if not LEAST_TOKENS <= len(x) <= MOST_TOKENS or not is_recording() or not can_launch_early(x.device):
+    if not LEAST_TOKENS <= len(x) <= MOST_TOKENS or not is_recording() or not is_measured(x.device):
         return None
-    if x.itemsize != 2 or in_features * x.itemsize % COPIED_BYTES:
+    if x.itemsize != 2 or not can_copy(x, weight):
         return None
     return tile(len(x), out_features, in_features, num_multiprocessors(x.device))
 

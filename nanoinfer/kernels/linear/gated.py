@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch import early_launch, is_measured, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    COPIED_BYTES,
+    can_copy,
+    early_launch,
+    is_measured,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 BLOCK_M = 128  # tokens in a tile
@@ -25,19 +32,14 @@ GROUP = 8  # tiles of tokens that are computed together, so that the L2 cache ha
 MIN_TOKENS = 512  # fewer were not measured
 MAX_INPUTS = 4096  # of more, the activation takes a smaller share of the time; they were not measured
 MIN_BUSY = 0.9  # the share of the programs' time in which they have a tile
-ALIGNED = 8  # numbers: a row begins at a multiple of 16 bytes
-ALIGNED_BYTES = 16
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Return whether gated_linear is faster than cuBLAS and another launch; x, weight: as there."""
     tokens, in_features = x.shape
-    is_aligned = in_features % ALIGNED == weight.shape[0] % (2 * ALIGNED) == 0
-    if tokens < MIN_TOKENS or in_features > MAX_INPUTS or not is_aligned:
+    if tokens < MIN_TOKENS or in_features > MAX_INPUTS or not is_measured(x.device) or x.itemsize != 2:
         return False
-    if not is_measured(x.device) or x.itemsize != 2:
-        return False
-    if not all(each.is_contiguous() and each.data_ptr() % ALIGNED_BYTES == 0 for each in (x, weight)):
+    if not can_copy(x, weight) or weight.shape[0] // 2 * x.itemsize % COPIED_BYTES:  # the result's rows
         return False
     tiles, multiprocessors = _tiles(x, weight), num_multiprocessors(x.device)
     return tiles >= MIN_BUSY * triton.cdiv(tiles, multiprocessors) * multiprocessors
