@@ -161,7 +161,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     try:
         blocks = args.recipe.num_blocks(Config.kvcache_block_size)
         room = args.recipe.max_model_len if blocks is None else blocks * Config.kvcache_block_size
-        length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder), room)
+        length = args.max_model_len or min(args.recipe.max_model_len, longest_of(args.config, folder), room)
         return LLM(
             folder,
             runner="pooling" if args.recipe.only_reads else "auto",
@@ -189,8 +189,13 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         raise SystemExit(f"bench.py: error: {error}") from None
 
 
-def longest_of(folder: str) -> int:
-    """Return the most tokens that the model allows a sequence; folder: or a Hub id."""
+def longest_of(config: str | None, folder: str) -> int:
+    """Return the most tokens that the model allows a sequence. Of a published shape, no file need be read for that.
+
+    folder: or a Hub id
+    """
+    if config is not None:
+        return int(SHAPES[config][1]["max_position_embeddings"])
     return describe(Checkpoint.open(find_folder("model", folder, None, CHECKPOINT_FILES)).hf_config).max_position
 
 

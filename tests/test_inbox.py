@@ -57,13 +57,16 @@ class FileInbox(Inbox):
 
 
 def use_file_inboxes() -> None:
-    def open_inbox(tp: TensorParallel, max_rows: int, features: int, dtype: torch.dtype) -> None:
+    def make_inbox(tp: TensorParallel, max_rows: int, features: int, dtype: torch.dtype) -> None:
         if tp.size > 1:
             tp.inbox = FileInbox(tp.rank, max_rows, features)
+
+    def open_inbox(tp: TensorParallel) -> None:
+        if tp.size > 1:
             tp.min(1, torch.device("cpu"))
             tp.inbox.open_all()
 
-    TensorParallel.open_inbox = open_inbox
+    TensorParallel.make_inbox, TensorParallel.open_inbox = make_inbox, open_inbox
     TensorParallel._close_inbox = lambda tp, failed=False: setattr(tp, "inbox", None)
     add = norm.all_reduce_add_rms_norm
     norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:5], len(x) >= int(os.environ[ONE_OWNER]), *args[6:])
@@ -97,6 +100,7 @@ def test_tokens_are_those_of_one_rank(
     if with_lanes:
         monkeypatch.setenv(LANES, "1")
     for owner, name in [
+        (TensorParallel, "make_inbox"),
         (TensorParallel, "open_inbox"),
         (TensorParallel, "_close_inbox"),
         (norm, "all_reduce_add_rms_norm"),

@@ -37,6 +37,7 @@ class Inbox:
         _clear(self._memory + number_bytes, candidate_bytes, torch.float32)
         torch.cuda.synchronize()
         self._opened: list[int] = []
+        self._lanes = self._find_lanes([self._memory] * size).cuda()  # until the other ranks' are open
 
     def _measure(self, size: int) -> tuple[int, int]:
         """Return how many bytes the lanes for sums take, and the lane for candidates, which comes last."""

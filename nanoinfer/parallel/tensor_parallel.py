@@ -117,22 +117,25 @@ class TensorParallel:
             self._check()
             time.sleep(POLL_SECONDS)
 
-    def open_inbox(self, max_rows: int, features: int, dtype: torch.dtype) -> None:
-        """Make `inbox` for matrices of up to [max_rows, features], if the ranks can write to each other's memory."""
+    def make_inbox(self, max_rows: int, features: int, dtype: torch.dtype) -> None:
+        """Make `inbox` for matrices of up to [max_rows, features]; until `open_inbox`, kernels only compile for it."""
+        if self.size > 1 and self._device.type == "cuda":
+            self.inbox = Inbox(self.rank, self.size, max_rows, features, dtype)
+
+    def open_inbox(self) -> None:
+        """Let the ranks open each other's inboxes, behind `connect`. If they cannot, `inbox` is None from here on."""
+        if self.inbox is None:
+            return
         device = self._device
-        if self._group is None or device.type != "cuda":
-            return
         uuids = self.all_gather(uuid_of(device.index).to(device)).cpu()
-        if not self.min(can_reach_peers(device.index, uuids), device):
-            return
-        self.inbox = Inbox(self.rank, self.size, max_rows, features, dtype)
         handles = self.all_gather(self.inbox.handle.to(device))
-        try:
-            self.inbox.open(handles)
-            is_open = True
-        except RuntimeError as error:
-            warnings.warn(f"sums over the ranks go through NCCL, which is slower for few rows: {error}", stacklevel=2)
-            is_open = False
+        is_open = bool(self.min(can_reach_peers(device.index, uuids), device))
+        if is_open:
+            try:
+                self.inbox.open(handles)
+            except RuntimeError as error:
+                warnings.warn(f"sums over the ranks go through NCCL, slower for few rows: {error}", stacklevel=2)
+                is_open = False
         if not self.min(is_open, device):
             self._close_inbox()
 
@@ -151,8 +154,8 @@ class TensorParallel:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather [n, ...] of each rank into [size, n, ...] on every rank, in rank order."""
-        if self._group is None:
-            return x.unsqueeze(0)
+        if self._group is None:  # while kernels compile, this rank's numbers stand for all
+            return x.expand(self.size, *x.shape)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _finish(self._group._allgather_base(out, x.contiguous(), self._gather_options))
         return out.unflatten(0, (self.size, -1))

@@ -93,6 +93,7 @@ class ModelRunner:
         try:
             with fresh_torch_state(), self._current_device(), named_memory_errors(config, self.device):
                 self._load()
+                self._compile()
                 self._connect()
                 with torch.inference_mode():
                     choose_threads(self.threads, config, tp, self.holdings.cache_spec.block_bytes, self._make_cache)
@@ -124,16 +125,32 @@ class ModelRunner:
                 self.holdings.adapters.fix_order()
             assert isinstance(self.backend, InOrderBackend)
             check_attention(config, self.backend, self.tp.size, self.device)
+        max_rows = max(min(config.max_num_seqs, MAX_GRAPH_ROWS), most_tokens(self.verify_sizes))
+        features = model.hidden_size
+        if self.tp.keeps_order:  # then ranks gather the inputs of projections, too
+            features = max(features, model.widest // self.tp.size)
+        self.tp.make_inbox(max_rows, features, config.torch_dtype)
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile the kernels of steps. It asks no other rank for anything, and so need not wait until all have loaded.
+
+        The steps' block tables name one block everywhere.
+        """
+        if self.config.device == "cpu":
+            return
+        self._make_cache(1)
+        trials = Trials(self.config, self.steps.max_blocks, self.device)
+        captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
+        compile_steps(self.steps, trials, self._largest_decodes(trials), captured, self._decode_rows)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
-        config = self.config
+        has_inbox = self.tp.inbox is not None
         self.tp.connect(self._drop_graphs)
-        max_rows = max(min(config.max_num_seqs, MAX_GRAPH_ROWS), most_tokens(self.verify_sizes))
-        features = config.description.hidden_size
-        if self.tp.keeps_order:  # then ranks gather the inputs of projections, too
-            features = max(features, config.description.widest // self.tp.size)
-        self.tp.open_inbox(max_rows, features, config.torch_dtype)
+        self.tp.open_inbox()
+        if has_inbox and self.tp.inbox is None:
+            self._compile()  # other kernels add up sums that come from elsewhere
 
     def _measure(self) -> int:
         """Run the largest steps, whose block tables name one block everywhere; returns the bytes that they work in.
@@ -144,9 +161,7 @@ class ModelRunner:
         config, trials = self.config, Trials(self.config, self.steps.max_blocks, self.device)
         step_bytes = 0
         if config.device == "cuda":
-            decodes = trials.largest_decodes(self.verify_sizes) if config.description.generates else []
-            captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
-            compile_steps(self.steps, trials, decodes, captured, self._decode_rows)
+            decodes = self._largest_decodes(trials)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
             decode, redrawn = self._measure_decode(decodes) if decodes else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
@@ -157,6 +172,9 @@ class ModelRunner:
             config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
         )
         return step_bytes
+
+    def _largest_decodes(self, trials: Trials) -> list[tuple[int, DecodeKind]]:
+        return trials.largest_decodes(self.verify_sizes) if self.config.description.generates else []
 
     def _measure_decode(self, steps: list[tuple[int, DecodeKind]]) -> tuple[int, int]:
         """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
