@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import Oracle, alive, assert_equal, different_settings, greedy, wait_until, whole_only
 
@@ -30,6 +31,8 @@ from nanoinfer.engine.ranks import workers
 from nanoinfer.engine.ranks.workers import WorkerError, Workers
 from nanoinfer.parallel import tensor_parallel
 from nanoinfer.parallel.channel import Receiver, Sender
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner import model_runner
 from nanoinfer.runner.message import DecodeMessage
 
 
@@ -622,6 +625,23 @@ class TestChannel:
         assert len(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)) < 1024
 
 
+def test_before_a_rank_meets_the_others_its_numbers_stand_for_all() -> None:
+    tp = TensorParallel(rank=1, size=3)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert tp.all_gather(x).tolist() == [x.tolist()] * 3
+    assert tp.gather_features(x).tolist() == [[1, 2] * 3, [3, 4] * 3]
+    assert tp.all_reduce(x) is x
+
+
+def note_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which rank 0 adds what it does while it starts."""
+    did: list[str] = []
+    compile_steps, connect = model_runner.compile_steps, TensorParallel.connect
+    monkeypatch.setattr(model_runner, "compile_steps", lambda *args: (did.append("compile"), compile_steps(*args)))
+    monkeypatch.setattr(TensorParallel, "connect", lambda *args: (did.append("connect"), connect(*args)))
+    return did
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.multi_gpu(n)) for n in (2, 4)])
 class TestGPUs:
     """Float32 tokens equal those of one rank, through inboxes, NCCL and graphs."""
@@ -645,6 +665,13 @@ class TestGPUs:
         assert token_ids(tight, mixed_prompts, greedy()) == mixed_expected
         assert tight.engine.scheduler.num_preemptions > 0
 
+    def test_kernels_compile_while_others_may_load(
+        self, ranks: int, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        did = note_start(monkeypatch)
+        make_llm(tensor_parallel_size=ranks, max_num_seqs=8)
+        assert did == ["compile", "connect"]
+
     def test_one_row_at_a_time(self, ranks: int, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         llm = make_llm(tensor_parallel_size=ranks, max_num_seqs=1)
         assert token_ids(llm, [[30], [31, 32]], greedy(64)) == [oracle.greedy([30], 64), oracle.greedy([31, 32], 64)]
@@ -653,7 +680,9 @@ class TestGPUs:
         self, ranks: int, make_llm: Callable[..., LLM], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tensor_parallel, "can_reach_peers", lambda rank, size: False)
+        did = note_start(monkeypatch)
         llm = make_llm(tensor_parallel_size=ranks, max_num_seqs=8)
+        assert did == ["compile", "connect", "compile"]
         assert llm.engine.ranks.runner.tp.inbox is None
         assert token_ids(llm, [[30]] * 3, greedy(12)) == [oracle.greedy([30], 12)] * 3
 

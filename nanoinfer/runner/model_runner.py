@@ -142,7 +142,8 @@ class ModelRunner:
         self._make_cache(1)
         trials = Trials(self.config, self.steps.max_blocks, self.device)
         captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
-        compile_steps(self.steps, trials, self._largest_decodes(trials), captured, self._decode_rows)
+        with no_collection():
+            compile_steps(self.steps, trials, self._largest_decodes(trials), captured, self._decode_rows)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
