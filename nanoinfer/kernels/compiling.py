@@ -31,11 +31,8 @@ def compile_kernels(steps: Sequence[Step], device: torch.device) -> None:
 
     def collect() -> None:
         with AsyncCompileMode(pool), _launches_compile(), _Zeros():
-            try:
-                for step in steps:
-                    step()
-            finally:
-                pool.begin()
+            for step in steps:
+                step()
 
     # Triton sets filters of warnings and sets them back, which in threads leaves some behind.
     with catch_warnings(), _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
@@ -43,25 +40,10 @@ def compile_kernels(steps: Sequence[Step], device: torch.device) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile and load, more than there are cores: some wait for other programs, such as ptxas.
-
-    They wait for `begin`. Beside them, each of torch's calls would wait for the GIL until all of them had had it.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._begun = threading.Event()
-
-    def begin(self) -> None:
-        """Let the threads compile what has been submitted."""
-        self._begun.set()
+    """Threads that compile and load, more than there are cores: some wait for other programs, such as ptxas."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def compile_and_load() -> Any:
-            self._begun.wait()
-            return _loaded(fn(*args, **kwargs))
-
-        return super().submit(compile_and_load)
+        return super().submit(lambda: _loaded(fn(*args, **kwargs)))
 
 
 def _loaded(kernel: Any) -> Any:
