@@ -269,6 +269,12 @@ class TestBudget:
             assert (chosen[-500:].count(0) < 20) == verifies, (rows, share)
             assert any(chosen[-500:]), "guesses are tried"
 
+    def test_how_busy_the_host_is_with_some_rows_tells_of_others(self) -> None:
+        """Steps of 8 rows show that guesses cost more than they bring. So steps of one row need not show it, too."""
+        own = budget(may_decline=True)
+        assert choices(own, 100, rows=8, share=0.5, busy=0.2)[50:].count(0) > 45
+        assert choices(own, 20, share=0.5, busy=0.8).count(0) == 20
+
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0
 

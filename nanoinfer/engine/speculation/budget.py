@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
@@ -17,6 +18,18 @@ FORGOTTEN = 512  # steps behind which one of these counts no more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
 Size = tuple[int, int]  # rows, and places for guesses
+
+
+class Busy(NamedTuple):
+    """So many seconds the host was busy for the guided rows of a step."""
+
+    step: int
+    num_guided: int
+    seconds: float
+
+    def seconds_for(self, num_guided: int) -> float:
+        """Return how long it is busy for another number, in proportion."""
+        return self.seconds * num_guided / self.num_guided
 
 
 class Budget:
@@ -46,8 +59,7 @@ class Budget:
         self._max_guesses = max_guesses
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
-        # In the newest steps of a size: the step's number, and the host's seconds for a guided row.
-        self._busy: defaultdict[Size, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=BUSY_STEPS))
+        self._busy: defaultdict[Size, deque[Busy]] = defaultdict(lambda: deque(maxlen=BUSY_STEPS))  # the newest steps
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
@@ -101,7 +113,7 @@ class Budget:
     def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
         """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
         if self._options_of(num_rows):
-            self._busy[self._size(num_rows, guesses)].append((self._num_steps, seconds / num_guided))
+            self._busy[self._size(num_rows, guesses)].append(Busy(self._num_steps, num_guided, seconds))
 
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
@@ -127,14 +139,24 @@ class Budget:
     def _time_with_host(self, num_rows: int, guesses: int, num_guided: int) -> float:
         """Return the time of a step beside which the host is busy for so many guided rows.
 
-        If it does not know lately how long, the host does not count: so such a step is tried.
+        A size of which it does not know lately how long is like the nearest: then as busy for fewer rows, at most. If
+        it knows of none, with or without guesses as this one, the host does not count: so such a step is tried.
         """
-        time = self._time(num_rows, guesses)
+        time, own = self._time(num_rows, guesses), self._size(num_rows, guesses)
         if num_guided == 0:
             return time
-        busy = self._busy.get(self._size(num_rows, guesses), ())
-        newest = [seconds for step, seconds in busy if self._num_steps - step <= FORGOTTEN]
-        return max(time, num_guided * median(newest)) if len(newest) == BUSY_STEPS else time
+        if lately := self._lately(own):
+            return max(time, median(busy.seconds_for(num_guided) for busy in lately))
+        known = [size for size in self._busy if bool(size[1]) == bool(guesses) and self._lately(size)]
+        if not known:
+            return time
+        nearest = min(known, key=lambda size: (abs(size[0] - own[0]), abs(size[1] - own[1])))
+        return max(time, median(max(busy.seconds, busy.seconds_for(num_guided)) for busy in self._lately(nearest)))
+
+    def _lately(self, size: Size) -> list[Busy]:
+        """Return how busy the host was for steps of a size; nothing if too few have run lately."""
+        lately = [busy for busy in self._busy.get(size, ()) if self._num_steps - busy.step <= FORGOTTEN]
+        return lately if len(lately) == BUSY_STEPS else []
 
     def _gain(self, places: int) -> float:
         """Return what so many places for a row are expected to bring, by what the nearest number of places did."""
