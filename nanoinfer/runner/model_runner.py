@@ -151,7 +151,7 @@ class ModelRunner:
         self.tp.connect(self._drop_graphs)
         self.tp.open_inbox()
         if has_inbox and self.tp.inbox is None:
-            self._compile()  # other kernels add up sums that come from elsewhere
+            self._compile()  # without inboxes, other kernels run
 
     def _measure(self) -> int:
         """Run the largest steps, whose block tables name one block everywhere; returns the bytes that they work in.
