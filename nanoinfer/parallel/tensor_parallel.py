@@ -154,7 +154,7 @@ class TensorParallel:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather [n, ...] of each rank into [size, n, ...] on every rank, in rank order."""
-        if self._group is None:  # while kernels compile, this rank's numbers stand for all
+        if self._group is None:  # until the ranks have met, this one's numbers stand for all
             return x.expand(self.size, *x.shape)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _finish(self._group._allgather_base(out, x.contiguous(), self._gather_options))

@@ -93,6 +93,7 @@ class ModelRunner:
         try:
             with fresh_torch_state(), self._current_device(), named_memory_errors(config, self.device):
                 self._load()
+                self._make_inbox()
                 self._compile()
                 self._connect()
                 with torch.inference_mode():
@@ -125,11 +126,15 @@ class ModelRunner:
                 self.holdings.adapters.fix_order()
             assert isinstance(self.backend, InOrderBackend)
             check_attention(config, self.backend, self.tp.size, self.device)
+
+    def _make_inbox(self) -> None:
+        """Make this rank's inbox, for what the ranks add up or gather in a captured step."""
+        config, tp = self.config, self.tp
         max_rows = max(min(config.max_num_seqs, MAX_GRAPH_ROWS), most_tokens(self.verify_sizes))
-        features = model.hidden_size
-        if self.tp.keeps_order:  # then ranks gather the inputs of projections, too
-            features = max(features, model.widest // self.tp.size)
-        self.tp.make_inbox(max_rows, features, config.torch_dtype)
+        features = config.description.hidden_size
+        if tp.keeps_order:  # then ranks gather the inputs of projections, too
+            features = max(features, config.description.widest // tp.size)
+        tp.make_inbox(max_rows, features, config.torch_dtype)
 
     @torch.inference_mode()
     def _compile(self) -> None:

@@ -147,11 +147,12 @@ class Budget:
             return time
         if lately := self._lately(own):
             return max(time, median(busy.seconds_for(num_guided) for busy in lately))
-        known = [size for size in self._busy if bool(size[1]) == bool(guesses) and self._lately(size)]
+        alike = (size for size in self._busy if bool(size[1]) == bool(guesses))
+        known = {size: lately for size in alike if (lately := self._lately(size))}
         if not known:
             return time
         nearest = min(known, key=lambda size: (abs(size[0] - own[0]), abs(size[1] - own[1])))
-        return max(time, median(max(busy.seconds, busy.seconds_for(num_guided)) for busy in self._lately(nearest)))
+        return max(time, median(max(busy.seconds, busy.seconds_for(num_guided)) for busy in known[nearest]))
 
     def _lately(self, size: Size) -> list[Busy]:
         """Return how busy the host was for steps of a size; nothing if too few have run lately."""
