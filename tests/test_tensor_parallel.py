@@ -20,11 +20,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Oracle, alive, assert_equal, different_settings, greedy, wait_until, whole_only
+from conftest import (
+    Oracle,
+    alive,
+    assert_equal,
+    different_settings,
+    greedy,
+    of_each_kind,
+    wait_until,
+    whole_only,
+)
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.ranks import workers
@@ -34,6 +44,8 @@ from nanoinfer.parallel.channel import Receiver, Sender
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner import model_runner
 from nanoinfer.runner.message import DecodeMessage
+from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.start.trials import Trials
 
 
 def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -631,6 +643,46 @@ def test_before_a_rank_meets_the_others_its_numbers_stand_for_all() -> None:
     assert tp.all_gather(x).tolist() == [x.tolist()] * 3
     assert tp.gather_features(x).tolist() == [[1, 2] * 3, [3, 4] * 3]
     assert tp.all_reduce(x) is x
+
+
+@pytest.mark.parametrize(
+    "options",
+    of_each_kind(
+        [
+            {},
+            {"deterministic": True},
+            {"speculation": "suffix"},
+            {"speculation": "suffix", "deterministic": True},
+            {"speculation": "draft", "draft_model": BUNDLED_MODEL},
+            {"max_adapters": 1},
+        ],
+        0,
+    ),
+)
+def test_steps_need_no_other_rank_until_the_ranks_meet(
+    options: dict[str, Any], make_llm: Callable[..., LLM], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs kernels compile then, from steps that run torch's operations alone. Here the whole steps run."""
+    ran = []
+
+    @torch.inference_mode()
+    def run_steps(runner: ModelRunner) -> None:
+        steps = runner._make_cache(1)
+        steps.kv_cache.zero()
+        trials = Trials(runner.config, steps.max_blocks, runner.device)
+        for message in (*trials.prefills(), *trials.largest_prefills()):
+            steps.update(message)
+            steps.prefill(message)
+        for rows, kind in runner._largest_decodes(trials):
+            steps.batch.positions.zero_()
+            runner._decode_rows(rows, kind)
+            ran.append(kind)
+
+    monkeypatch.setattr(ModelRunner, "_compile", run_steps)
+    small = {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 256}
+    llm = make_llm(device="cpu", tensor_parallel_size=2, **small, **options)
+    assert any(kind.guesses for kind in ran) == ("speculation" in options)
+    assert token_ids(llm, [[30], [31, 32]], greedy(12)) == [oracle.greedy([30], 12), oracle.greedy([31, 32], 12)]
 
 
 def note_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
