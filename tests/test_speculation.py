@@ -275,6 +275,22 @@ class TestBudget:
         assert choices(own, 100, rows=8, share=0.5, busy=0.2)[50:].count(0) > 45
         assert choices(own, 20, share=0.5, busy=0.8).count(0) == 20
 
+    @pytest.mark.parametrize("may_decline", [False, True])
+    def test_many_rows_do_not_keep_the_host_busy_as_often_as_one(self, may_decline: bool) -> None:
+        """A plain step of 8 rows is not taken to last eight times as long as that of one, so it is soon tried."""
+        own = budget(may_decline)
+
+        def run(rows: int, held: int) -> int:
+            guesses = own.choose(rows, rows)
+            own.note_host(guesses, rows, rows, 5.0 + 0.1 * rows + 0.3 * guesses)
+            if guesses:
+                own.note(guesses, [min(held, guesses // rows)] * rows)
+            return guesses
+
+        assert [run(1, 0) for _ in range(50)][20:].count(0) > 25
+        assert [run(1, 4) for _ in range(200)][150:].count(0) < 5
+        assert [run(8, 1) for _ in range(100)][50:].count(0) > 45
+
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0
 

@@ -28,8 +28,8 @@ class Busy(NamedTuple):
     seconds: float
 
     def seconds_for(self, num_guided: int) -> float:
-        """Return how long it is busy for another number, in proportion."""
-        return self.seconds * num_guided / self.num_guided
+        """Return how long it may be busy for another number: half of it grows with the rows, but not for more."""
+        return self.seconds * (1 + min(1, num_guided / self.num_guided)) / 2
 
 
 class Budget:
@@ -87,7 +87,8 @@ class Budget:
         if self._may_decline or times[options[0]] > self._time(num_rows, options[0]):
             rates[0] = num_rows / times[0]
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
-        others = [guesses for guesses in options if guesses > best and self._most(num_rows, guesses) > rates[best]]
+        most = {guesses: num_rows + min(guesses, self._max_guesses * num_rows) for guesses in options}
+        others = [guesses for guesses in options if guesses > best and most[guesses] / times[guesses] > rates[best]]
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
             lost = times[other] / times[best] - 1
@@ -139,8 +140,8 @@ class Budget:
     def _time_with_host(self, num_rows: int, guesses: int, num_guided: int) -> float:
         """Return the time of a step beside which the host is busy for so many guided rows.
 
-        A size of which it does not know lately how long is like the nearest: then as busy for fewer rows, at most. If
-        it knows of none, with or without guesses as this one, the host does not count: so such a step is tried.
+        A size of which it does not know lately how long takes as long as the nearest: less than it will, for more rows,
+        so it is tried. If it knows of none, with or without guesses as this one, the host does not count.
         """
         time, own = self._time(num_rows, guesses), self._size(num_rows, guesses)
         if num_guided == 0:
@@ -152,7 +153,7 @@ class Budget:
         if not known:
             return time
         nearest = min(known, key=lambda size: (abs(size[0] - own[0]), abs(size[1] - own[1])))
-        return max(time, median(max(busy.seconds, busy.seconds_for(num_guided)) for busy in known[nearest]))
+        return max(time, median(busy.seconds for busy in known[nearest]))
 
     def _lately(self, size: Size) -> list[Busy]:
         """Return how busy the host was for steps of a size; nothing if too few have run lately."""
@@ -168,10 +169,6 @@ class Budget:
         if places > nearest and gain > MOST_HELD * nearest:
             return gain * places / max(1, nearest)
         return min(gain, float(places))
-
-    def _most(self, num_rows: int, guesses: int) -> float:
-        """Return the tokens per second that a step gives if all its guesses hold, and the host keeps up."""
-        return (num_rows + min(guesses, self._max_guesses * num_rows)) / self._time(num_rows, guesses)
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:
