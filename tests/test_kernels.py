@@ -62,7 +62,15 @@ from nanoinfer.kernels.rows import (
     locate_rows_triton,
 )
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff_reference, find_cutoff_triton
-from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton, gumbel_noise, noise_key
+from nanoinfer.kernels.sampling.draw import (
+    MaskedLines,
+    draw_masked_reference,
+    draw_masked_triton,
+    draw_reference,
+    draw_triton,
+    gumbel_noise,
+    noise_key,
+)
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, token_logprobs_triton
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
@@ -1214,6 +1222,32 @@ def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
         assert torch.equal(*ids)
         assert 4003 <= ids[0][0] < 4010
         assert 4000 <= ids[0][1] < 4010
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [60, 9000])
+def test_draw_masked_replaces_the_tokens_of_its_places_alone(vocabulary: int, dtype: torch.dtype) -> None:
+    """Lines come in any order, and several take one row's settings. A mask may leave no token, or one that is NaN."""
+    logits = (randn(6, vocabulary + 3) * 3).to(dtype)[:, :vocabulary]  # rows need not lie side by side
+    logits[4, 7] = float("nan")
+    masks = torch.randint(-(2**31), 2**31, (4, -(-vocabulary // 32)), dtype=torch.int32, device=DEVICE)
+    masks[1], masks[2, 0], masks[3, 0] = 0, masks[2, 0] & ~(1 << 7), masks[3, 0] | 1 << 7
+    places = torch.tensor([5, 0, 4, 3], device=DEVICE)
+    settings = torch.tensor([0.0, 0.7, 1.3], device=DEVICE), torch.tensor([5, 2**40, 9], device=DEVICE)
+    positions = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    lines, drawn = MaskedLines(places, torch.tensor([0, 1, 1, 2], device=DEVICE), masks), []
+    for function in (draw_masked_triton, draw_masked_reference):
+        token_ids = torch.full((6,), -7, dtype=torch.int32, device=DEVICE)
+        none_left = torch.zeros(6, dtype=torch.bool, device=DEVICE)
+        function(logits, *settings, positions, lines, token_ids, none_left)
+        assert none_left.tolist() == [True, False, False, False, False, False]
+        assert token_ids[[1, 2]].tolist() == [-7, -7]
+        assert 0 <= token_ids[0] < vocabulary
+        for place, mask in zip(places[[0, 2, 3]].tolist(), masks[[0, 2, 3]], strict=True):
+            token = int(token_ids[place])
+            assert mask[token // 32] >> token % 32 & 1
+        drawn.append(token_ids[places[[0, 2, 3]]])
+    assert torch.equal(*drawn)
 
 
 def test_sample_takes_nan_for_impossible() -> None:

@@ -46,7 +46,7 @@ from nanoinfer.kernels.linear.in_order import FEW_TOKENS, in_order_triton
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
-from nanoinfer.kernels.sampling.draw import draw_triton
+from nanoinfer.kernels.sampling.draw import MaskedLines, draw_masked_triton, draw_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
@@ -269,7 +269,10 @@ def normalise(tokens: int, size: int, dtype: torch.dtype) -> None:
 def sample(rows: int, dtype: torch.dtype) -> None:
     logits, settings = empty(rows, VOCABULARY, dtype=dtype), [empty(rows) for _ in range(3)]
     cutoff = find_cutoff(logits, settings[0], numbers(rows), *settings[1:])
-    draw_triton(logits, settings[0], empty(rows, dtype=torch.int64), numbers(rows), cutoff=cutoff)
+    seeds = empty(rows, dtype=torch.int64)
+    draw_triton(logits, settings[0], seeds, numbers(rows), cutoff=cutoff)
+    lines = MaskedLines(seeds, seeds, empty(rows, VOCABULARY // 32, dtype=torch.int32))
+    draw_masked_triton(logits, settings[0], seeds, numbers(rows), lines, numbers(rows), empty(rows, dtype=torch.bool))
 
 
 def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:

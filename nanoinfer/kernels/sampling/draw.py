@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,6 +14,7 @@ from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
+from nanoinfer.kernels.sampling.masks import apply_masks
 
 UInts = npt.NDArray[np.uint32]  # NumPy's unsigned integers wrap around; torch cannot multiply its own
 
@@ -44,6 +47,39 @@ def draw(
     return function(logits, temperatures, seeds, positions, first_id, cutoff, marks)
 
 
+class MaskedLines(NamedTuple):
+    """Lines of logits that are drawn by masks. No two of them stand in the same place.
+
+    places: [lines] int64, where they stand among all places
+    rows: [lines] int64, whose temperatures and seeds they take
+    masks: [lines, words] int32, as for apply_masks
+    """
+
+    places: Tensor
+    rows: Tensor
+    masks: Tensor
+
+
+def draw_masked(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    lines: MaskedLines,
+    token_ids: Tensor,
+    none_left: Tensor,
+) -> None:
+    """Draw some places again, as `draw` does, from the tokens that masks allow.
+
+    logits: [places, vocabulary]
+    temperatures, seeds: [rows]; positions: [places]; each as for `draw`
+    token_ids: [places] int32, in which the new tokens take their places
+    none_left: [places] bool, gets whether a mask and the logits leave no token; the token id is any one then
+    """
+    function = draw_masked_triton if logits.is_cuda else draw_masked_reference
+    function(logits, temperatures, seeds, positions, lines, token_ids, none_left)
+
+
 def draw_reference(
     logits: Tensor,
     temperatures: Tensor,
@@ -69,6 +105,22 @@ def draw_reference(
         best = best.masked_fill(logits.amax(dim=1).isnan(), float("inf"))  # amax of NaN and others is NaN
     ids = (index + first_id).int()
     return best, ids.where(best.isfinite(), NO_TOKEN) if marks else ids
+
+
+def draw_masked_reference(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    lines: MaskedLines,
+    token_ids: Tensor,
+    none_left: Tensor,
+) -> None:
+    """draw_masked in torch."""
+    places, rows, masks = lines
+    allowed = apply_masks(logits[places].float(), masks)
+    best, ids = draw_reference(allowed, temperatures[rows], seeds[rows], positions[places])
+    token_ids[places], none_left[places] = ids, best.isneginf()
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -116,34 +168,81 @@ def draw_triton(
     marks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """draw as two launches: one finds the best token of each slice of the vocabulary, the next the best slice."""
-    rows, vocabulary = logits.shape
-    slices = triton.cdiv(vocabulary, BLOCK)
+    rows = len(logits)
+    best, ids = _draw_slices(rows, logits, temperatures, seeds, positions, first_id, cutoff)
+    row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    row_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _choose_slices(best, ids, row_best, row_ids, marks=marks)
+    return row_best, row_ids
+
+
+def draw_masked_triton(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    lines: MaskedLines,
+    token_ids: Tensor,
+    none_left: Tensor,
+) -> None:
+    """draw_masked as two launches, like those of draw_triton."""
+    best, ids = _draw_slices(len(lines.places), logits, temperatures, seeds, positions, lines=lines)
+    _choose_slices(best, ids, none_left, token_ids, lines.places)
+
+
+def _draw_slices(
+    rows: int,
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int = 0,
+    cutoff: Cutoff | None = None,
+    lines: MaskedLines | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw the best token of each slice, of rows or of lines; returns its score and its id, both [rows, slices]."""
+    slices = triton.cdiv(logits.shape[1], BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
-    lowest, first_ids = cutoff or (None, None)
     _draw_slice_kernel[(rows, slices)](
         logits,
         temperatures,
         seeds,
         positions,
-        lowest,
-        first_ids,
+        *(cutoff or (None, None)),
+        *(lines or (None, None, None)),
         best,
         ids,
-        vocabulary,
+        logits.shape[1],
         logits.stride(0),
+        0 if lines is None else lines.masks.shape[1],
         first_id,
         BLOCK=BLOCK,
         HAS_CUTOFF=cutoff is not None,
+        HAS_MASKS=lines is not None,
         COMPILED=logits.is_cuda,
         **early_launch(logits),
     )
-    row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    row_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    return best, ids
+
+
+def _choose_slices(
+    best: Tensor, ids: Tensor, told: Tensor, row_ids: Tensor, places: Tensor | None = None, marks: bool = False
+) -> None:
+    """Choose each row's best slice; told: as the kernel has it. places: where lines stand, whose numbers are told"""
+    rows, slices = best.shape
     _best_slice_kernel[(rows,)](
-        best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices), MARKS=marks, **early_launch(logits)
+        best,
+        ids,
+        told,
+        row_ids,
+        places,
+        slices,
+        BLOCK=triton.next_power_of_2(slices),
+        MARKS=marks,
+        HAS_PLACES=places is not None,
+        **early_launch(best),
     )
-    return row_best, row_ids
 
 
 @triton.jit
@@ -182,43 +281,64 @@ def _draw_slice_kernel(
     positions_ptr,
     lowest_ptr,
     first_ids_ptr,
+    places_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     ids_ptr,
     vocabulary,
     row_stride,
+    words,
     first_id,
     BLOCK: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     COMPILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
-    row, slice_id, slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    line, slice_id, slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    place, row = line, line
+    if HAS_MASKS:
+        place, row = tl.load(places_ptr + line), tl.load(rows_ptr + line)
     column = slice_id * BLOCK + tl.arange(0, BLOCK)
     mask = column < vocabulary
-    source = logits_ptr + row.to(tl.int64) * row_stride + column
+    source = logits_ptr + place.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
+    if HAS_MASKS:
+        word = tl.load(masks_ptr + line.to(tl.int64) * words + column // 32, mask=mask, other=0)
+        scores = tl.where((word >> column % 32) & 1 != 0, scores, float("-inf"))
     if HAS_CUTOFF:
         lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
         keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
         scores = tl.where(keep, scores, float("-inf"))
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + place)
         scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column, COMPILED)
     best = tl.max(scores, axis=0)
     # Plain reductions cost less than one over pairs of score and column. `best` is NaN only if all scores are.
     index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
     has_nan = tl.max((scores != scores).to(tl.int32), axis=0)
     id = first_id + tl.where(best == best, index, slice_id * BLOCK)
-    tl.store(best_ptr + row * slices + slice_id, tl.where(best == best, best, float("-inf")))
-    tl.store(ids_ptr + row * slices + slice_id, tl.where(has_nan > 0, -1 - id, id))
+    tl.store(best_ptr + line * slices + slice_id, tl.where(best == best, best, float("-inf")))
+    tl.store(ids_ptr + line * slices + slice_id, tl.where(has_nan > 0, -1 - id, id))
 
 
 @triton.jit
 def _best_slice_kernel(
-    best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr, MARKS: tl.constexpr, EARLY: tl.constexpr
+    best_ptr,
+    ids_ptr,
+    told_ptr,
+    row_ids_ptr,
+    places_ptr,
+    slices,
+    BLOCK: tl.constexpr,
+    MARKS: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    """Store each row's best token, and its score; of lines with places, whether there is no token in place of that."""
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -230,5 +350,9 @@ def _best_slice_kernel(
     id = tl.where(id < 0, -1 - id, id)
     if MARKS:
         id = tl.where(tl.abs(top) < float("inf"), id, -1)
-    tl.store(row_best_ptr + row, top)
+    if HAS_PLACES:
+        row = tl.load(places_ptr + row)
+        tl.store(told_ptr + row, top == float("-inf"))
+    else:
+        tl.store(told_ptr + row, top)
     tl.store(row_ids_ptr + row, id)

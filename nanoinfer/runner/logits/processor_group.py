@@ -45,6 +45,7 @@ class LogitsProcessorGroup:
     is_drawn: whether any of these rows draws another token than a temperature alone gives
     needs_tokens: whether penalties or bans of any of these rows need the tokens so far
     is_guided: whether these rows, all of them, have masks
+    has_masks_alone: whether masks are all that these rows want
     asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
 
@@ -70,6 +71,9 @@ class LogitsProcessorGroup:
         self._masks = self._find_masks()
         self._of_rows: Tensor | None = None  # each row's number among these, see find_lines; made when a step verifies
         self._cutoff_settings = self._find_cutoff_settings()
+        self.has_masks_alone = self.is_guided and not any(
+            (is_early, self._changes, self._bans, self._masks, self._cutoff_settings, self.asks, self.asks_kept)
+        )
 
     def lines(self, drawn: Drawn, max_guesses: int, masks: Tensor | None) -> Lines:
         """Return the group's lines of a step; max_guesses: of a row; masks: one for each line, if it is guided."""

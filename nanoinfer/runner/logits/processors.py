@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import distribution
-from nanoinfer.kernels.sampling.draw import draw
+from nanoinfer.kernels.sampling.draw import MaskedLines, draw, draw_masked
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
@@ -125,6 +125,9 @@ class LogitsProcessors:
         for group in groups:
             own_masks = next(groups_masks) if group.is_guided else None
             lines, told = group.lines(drawn, self._max_guesses, own_masks), Extras()
+            if lines.masks is not None and group.has_masks_alone and self.tp.size == 1:
+                self._redraw_masked(group, lines, drawn, none_left)
+                continue
             if group.needs_tokens and drawn.places is not None:
                 at, guessed = lines.places, drawn.places
                 self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
@@ -170,6 +173,13 @@ class LogitsProcessors:
             extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, drawn.first_row)
             logits = kept if self.is_processed else logits
         extras.logprobs += group.logprobs(logits, token_ids, lines, drawn.first_row)
+
+    def _redraw_masked(self, group: LogitsProcessorGroup, lines: Lines, drawn: Drawn, none_left: Tensor) -> None:
+        """Draw all lines of a group again that has masks alone; the arguments are those of `_redraw`."""
+        assert lines.masks is not None
+        rows = lines.places if drawn.places is None else group.row_numbers[lines.rows]  # see Drawn.first_row
+        masked = MaskedLines(lines.places, rows, lines.masks)
+        draw_masked(drawn.logits, drawn.temperatures, drawn.seeds, drawn.positions, masked, drawn.token_ids, none_left)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
         """Yield the masks of each group of guided rows, [lines, words] int32 on the device; sizes: those groups'
