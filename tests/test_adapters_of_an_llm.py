@@ -773,6 +773,16 @@ def test_two_ranks(make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue:
     assert show(llm, red, blue) == shown(base, red, blue)
 
 
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.multi_gpu), pytest.param(1, marks=pytest.mark.gpu)]
+)
+def test_bits_on_gpus(ranks: int, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:
+    """Of sequences so short that the trials of the start, one after another, would go past their ends."""
+    how = {**OPTIONS, "device": "cuda", "deterministic": True, "max_model_len": 512, "max_num_seqs": 16}
+    alone = show(make_llm(**how), red, blue)
+    assert show(make_llm(**how, tensor_parallel_size=ranks, speculation="suffix"), red, blue) == alone
+
+
 def show_with_peers() -> list[list[list[int]]]:
     red, blue = Tuned(BUNDLED_MODEL, seed=1), Tuned(BUNDLED_MODEL, seed=2, rank=16, only="self_attn")
     with make_with_peers(max_adapters=2) as llm:

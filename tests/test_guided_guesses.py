@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -131,6 +133,28 @@ def test_rows_guess_beside_others(device: str, monkeypatch: pytest.MonkeyPatch) 
     for outputs, wanted in zip(*results[::-1], strict=True):
         assert_equal(outputs, wanted)
     assert sum(sample.num_accepted_tokens for output in results[1][1][:9] for sample in output.samples) > 20
+
+
+def test_a_step_is_charged_with_its_own_reading_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verifying step brought is read while the next one runs, which may be a plain one."""
+    noted: list[tuple[int, float]] = []
+    with make(speculation="suffix", max_num_seqs=4) as llm:
+        engine = llm.engine
+        read = engine.matchers.read
+
+        def slow(seqs: list[Sequence], tokens: list[Any]) -> int:
+            time.sleep(0.1 if isinstance(tokens[0], list) else 0)
+            return read(seqs, tokens)
+
+        monkeypatch.setattr(engine.matchers, "read", slow)
+        monkeypatch.setattr(engine.config, "device", "cuda")  # only there does the host count
+        monkeypatch.setattr(engine.scheduler, "note_host", lambda step, _, busy: noted.append((step.guesses, busy)))
+        choices = cycle([4, 0, 0])
+        monkeypatch.setattr(engine.scheduler.budget, "choose", lambda rows, num_guided=0: next(choices))
+        llm.generate(PROMPTS[:1], guided(structured_outputs=FORMS[3], max_tokens=20), use_tqdm=False)
+        monkeypatch.undo()
+    assert all((busy > 0.1) == bool(guesses) for guesses, busy in noted), noted
+    assert len({bool(guesses) for guesses, _ in noted}) == 2
 
 
 def test_guesses_that_hold_save_steps() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.kernels.drafting.accept import NOTHING
+from nanoinfer.runner import model_runner
 from nanoinfer.runner.cuda_graphs import DecodeKind, graph_batch_sizes, sizes_by_kind
 from nanoinfer.runner.drafting.sizes import MOST_TOKENS, most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import num_texts
@@ -350,6 +351,29 @@ def test_steps_are_tried_that_verify(make_llm: MakeLLM) -> None:
     with torch.inference_mode():
         for rows, kind in decodes:
             runner._decode_rows(rows, kind)
+
+
+def test_rows_stay_within_their_tables_while_steps_are_tried(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts as long as can be leave no room for two steps: kernels would read and write past the ends of tables."""
+    options = {**OPTIONS, "max_model_len": 48, "max_num_batched_tokens": 512}
+    runner, reached = make_llm(speculation="suffix", **options).engine.ranks.runner, list[int]()
+    trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
+
+    def run(step: Callable[[], object]) -> int:
+        step()
+        reached.append(int(runner.steps.batch.positions.max()))
+        return 0
+
+    monkeypatch.setattr(model_runner, "peak_bytes", run)
+    for step in trials.largest_prefills():
+        runner.run(step)
+    assert runner.steps.batch.positions.tolist() == [47] * 6
+    with torch.inference_mode():
+        runner._measure_decode(trials.largest_decodes(runner.verify_sizes))
+    assert len(reached) == 2
+    assert max(reached) < 48
 
 
 class TestSizes:

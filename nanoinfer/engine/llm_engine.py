@@ -129,7 +129,7 @@ class LLMEngine:
         step itself makes the guesses before it runs the model, so the masks behind these come in time, too.
         """
         self.check_ready()
-        start, waited = time.perf_counter(), self.ranks.waited
+        start = self._busy_clock()
         with self.ranks.undivided():
             result, launched = StepResult(), None
             if self.ranks.peers is not None:
@@ -143,16 +143,28 @@ class LLMEngine:
             if self._has_images:
                 # Ranks that plan by themselves encode together, and would differ in what threads have made by now.
                 self._look_ahead(beside_decode=isinstance(step, DecodeStep) and self.ranks.peers is None)
+            before = self._busy_clock()
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
-                result = self._read_back(self.in_flight.popleft())
+                done = self.in_flight.popleft()
+                result = self._read_back(done)
+                done.busy += self._busy_clock() - before
+                self._note_host(done)
+            reading = self._busy_clock() - before
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
                 launched.tokens = self.ranks.call("draw_guided", masks)
-                # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
-                if self.ranks.peers is None and self.config.device == "cuda":
-                    seconds = time.perf_counter() - start - (self.ranks.waited - waited)
-                    self.scheduler.note_host(launched.step, len(launched.guided), seconds)
+                launched.busy = self._busy_clock() - start - reading
             return result
+
+    def _busy_clock(self) -> float:
+        """Return the time on a clock that stands still while the host waits for the device."""
+        return time.perf_counter() - self.ranks.waited
+
+    def _note_host(self, done: InFlight) -> None:
+        """Tell how long the host was busy for a step with guided rows, reading it back included."""
+        # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
+        if done.guided and self.ranks.peers is None and self.config.device == "cuda":
+            self.scheduler.note_host(done.step, len(done.guided), done.busy)
 
     def _look_ahead(self, beside_decode: bool) -> None:
         """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""

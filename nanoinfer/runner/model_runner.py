@@ -184,7 +184,10 @@ class ModelRunner:
 
     def _measure_decode(self, steps: list[tuple[int, DecodeKind]]) -> tuple[int, int]:
         """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
-        peaks = [peak_bytes(partial(self._decode_rows, *step)) for step in steps]
+        peaks = []
+        for step in steps:
+            self.steps.batch.positions.zero_()  # each step moves its rows on, at last past the ends of their tables
+            peaks.append(peak_bytes(partial(self._decode_rows, *step)))
         return max(peaks), self.steps.logits_processors.working_bytes
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:

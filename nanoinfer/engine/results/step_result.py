@@ -23,6 +23,7 @@ class InFlight:
     guesses: PendingTokens | None  # those of all seqs; None: there are none, or no row is guided
     result: StepResult  # with the figures of the plan
     began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before
+    busy: float = 0.0  # seconds that the host was, if some row is guided
 
     def note_load(self, scheduler: Scheduler) -> None:
         """Note what runs and waits, and how much of the KV cache is held, before the step's tokens are read back."""

@@ -112,7 +112,7 @@ class Budget:
             self._learn(places, kept / len(held))
 
     def note_host(self, guesses: int, num_rows: int, num_guided: int, seconds: float) -> None:
-        """Learn how long the host was busy for a step with guided rows, from its plan to the draws by its masks."""
+        """Learn how long the host was busy for a step with guided rows, from its plan to what it brought."""
         if self._options_of(num_rows):
             self._busy[self._size(num_rows, guesses)].append(Busy(self._num_steps, num_guided, seconds))
 
