@@ -1,4 +1,4 @@
-"""Masks of tokens that may be drawn. Few requests have one, so this is plain torch on every device."""
+"""Masks of tokens that may be drawn, in plain torch. A GPU draws rows that want no more by `draw_masked`."""
 
 from __future__ import annotations
 
