@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, build
-from conftest import Oracle, greedy, plan_ahead
+from conftest import BESIDE_OTHERS, Oracle, greedy, plan_ahead
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
@@ -312,7 +312,8 @@ def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None
         del_me = serve()
         del del_me
     assert used() == before
-    assert torch.cuda.mem_get_info()[0] >= free_before - (8 << 20)
+    if not BESIDE_OTHERS:  # which hold memory of the same device, too
+        assert torch.cuda.mem_get_info()[0] >= free_before - (8 << 20)
 
 
 def test_two_engines_share_a_device(make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
