@@ -276,7 +276,7 @@ class TestBudget:
         assert choices(own, 20, share=0.5, busy=0.8).count(0) == 20
 
     @pytest.mark.parametrize("may_decline", [False, True])
-    def test_many_rows_do_not_keep_the_host_busy_as_often_as_one(self, may_decline: bool) -> None:
+    def test_a_plain_step_of_many_rows_is_tried_where_one_of_a_single_row_is_known(self, may_decline: bool) -> None:
         """A plain step of 8 rows is not taken to last eight times as long as that of one, so it is soon tried."""
         own = budget(may_decline)
 

@@ -125,7 +125,7 @@ class LogitsProcessors:
         for group in groups:
             own_masks = next(groups_masks) if group.is_guided else None
             lines, told = group.lines(drawn, self._max_guesses, own_masks), Extras()
-            if lines.masks is not None and group.has_masks_alone and self.tp.size == 1:
+            if group.has_masks_alone and self.tp.size == 1:
                 self._redraw_masked(group, lines, drawn, none_left)
                 continue
             if group.needs_tokens and drawn.places is not None:
