@@ -19,9 +19,11 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
+from costs import Costs
 from forking import fork_what_spawns, spawning
 from interpreting import hasten
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from workers import BESIDE_OTHERS, Worker, count_workers
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out
@@ -34,12 +36,11 @@ from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.process.collector import no_collection
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
-BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take cores, and memory of the same GPU
 if BESIDE_OTHERS:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
 os.environ |= {"RAY_worker_niceness": "0"}  # else its actors, nice by 15, hardly run where other tests compute
-if not HAS_CUDA:  # a fork cannot use a device that its server has seen
-    fork_what_spawns()
+fork_what_spawns()
+if not HAS_CUDA:
     hasten()
 torch.set_num_threads(1 if BESIDE_OTHERS else 2)  # the models are tiny: more threads wait for each other
 torch.zeros(1).cos()  # the oracle computes cosines, too, and layers/rotary.py says why one number comes first
@@ -49,12 +50,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its bac
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every combination, not one of each kind")
     parser.addoption("--fuzz", type=int, default=500, help="how many random requests test_fuzz.py makes, default 500")
+    parser.addoption("--most-cpu", type=float, help="fail if a plain test takes more seconds of CPU time, see costs.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if most := config.getoption("--most-cpu"):
+        config.pluginmanager.register(Costs(most))
+    if BESIDE_OTHERS:
+        config.pluginmanager.register(Worker())
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes run the tests: on a GPU, and for tests that are named, this one alone."""
+    """Return how many processes run the tests: for tests that are named, this one alone."""
     is_named = config.args != config.getini("testpaths") or config.option.keyword
-    return 0 if HAS_CUDA or is_named else min(len(os.sched_getaffinity(0)), 7) + 1  # some tests wait, others compute
+    return 0 if is_named else count_workers()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,8 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "whole" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "whole" not in item.keywords]
-    if BESIDE_OTHERS:
-        items.sort(key=patience, reverse=True)
     gpus = torch.cuda.device_count()
     for item in items:
         if "gpu" in item.keywords and gpus < 1:
@@ -72,12 +79,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (needed,) = mark.args or (2,)
             if gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
-
-
-def patience(item: pytest.Item) -> float:
-    """Return a test's own limit in seconds. The patient begin first, lest one process wait for them at the end."""
-    mark = item.get_closest_marker("timeout")
-    return mark.args[0] if mark else 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -56,6 +56,13 @@ def fork_what_spawns() -> None:
     CONTEXTS["spawn"] = server
 
 
+def wait_for_server() -> None:
+    """Return when the server has imported what it forks."""
+    process = mp.get_context("spawn").Process(target=int)
+    process.start()
+    process.join()
+
+
 @contextmanager
 def spawning() -> Iterator[None]:
     """Let processes be spawned inside the context after all."""

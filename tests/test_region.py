@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import BESIDE_OTHERS
 from torch import nn
 
 from nanoinfer.runner.memory.region import STEP, FromRegion, Region
@@ -40,7 +39,7 @@ def test_tensors_are_apart_and_hold_what_is_written(region: Region) -> None:
         assert tensor.eq(number + 1).all()
 
 
-@pytest.mark.skipif(BESIDE_OTHERS, reason="needs the GPU alone")
+@pytest.mark.alone
 def test_the_driver_gets_every_page_and_gives_others_behind_the_same_addresses(region: Region) -> None:
     before = free()
     tensors = [region.tensor((300 << 20,), torch.uint8) for _ in range(3)]

@@ -16,7 +16,7 @@ from types import FrameType
 import pytest
 import torch
 from cases import CASES, build
-from conftest import BESIDE_OTHERS, HAS_CUDA
+from conftest import HAS_CUDA
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -268,6 +268,7 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
 
 
 @pytest.mark.whole
+@pytest.mark.alone
 def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
     tensors = weights_of(BUNDLED_MODEL)
 
@@ -281,8 +282,7 @@ def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
     for number in range(10):
         nap(number)
     pages, others = held_by(llm)
-    is_alone = llm.config.device == "cuda" and not BESIDE_OTHERS
-    free = torch.cuda.mem_get_info()[0] if is_alone else 0
+    free = torch.cuda.mem_get_info()[0] if llm.config.device == "cuda" else 0
     for number in range(100):
         nap(number)
     pages_after, others_after = held_by(llm)
@@ -290,12 +290,12 @@ def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
         assert after == old
     grown = max(after - old for after, old in zip(pages_after, pages, strict=True)) * os.sysconf("SC_PAGE_SIZE")
     assert grown < 8 << 20
-    assert not is_alone or free - torch.cuda.mem_get_info()[0] < 8 << 20
+    assert not free or free - torch.cuda.mem_get_info()[0] < 8 << 20
     assert results(llm) == before
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(BESIDE_OTHERS, reason="needs the GPU alone")
+@pytest.mark.alone
 class TestMemoryOfAGPU:
     @pytest.mark.parametrize("level", [1, 2])
     def test_nearly_all_of_it_goes_back_to_the_driver(self, level: int, make_llm: Callable[..., LLM]) -> None:
