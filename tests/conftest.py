@@ -22,6 +22,7 @@ if not HAS_CUDA:
 from costs import Costs
 from forking import fork_what_spawns, spawning
 from interpreting import hasten
+from mixed import Mixed
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from workers import BESIDE_OTHERS, Worker, count_workers
 
@@ -187,18 +188,15 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def mixed_prompts(oracle: Oracle) -> list[list[int]]:
-    """32 prompts of 1 to 300 tokens: passages of the text that the bundled model knows, cut anywhere."""
-    generator = torch.Generator().manual_seed(7)
-    text = oracle.greedy([30, 31], 500, ignore_eos=True)
-    lengths = [1, 2, 15, 16, 17, 255, 256, 257, 300, *torch.randint(1, 301, (23,), generator=generator).tolist()]
-    starts = torch.randint(0, 200, (32,), generator=generator).tolist()
-    return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+def mixed_prompts() -> list[list[int]]:
+    """32 prompts of 1 to 300 tokens."""
+    return Mixed.read().prompts
 
 
 @pytest.fixture(scope="session")
-def mixed_expected(oracle: Oracle, mixed_prompts: list[list[int]]) -> list[list[int]]:
-    return [oracle.greedy(prompt, 32) for prompt in mixed_prompts]
+def mixed_expected() -> list[list[int]]:
+    """transformers' greedy tokens behind the mixed prompts."""
+    return Mixed.read().expected
 
 
 @pytest.fixture

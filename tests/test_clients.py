@@ -114,7 +114,7 @@ class TestScripts:
         first, second = run(NANO_VLLM_SCRIPT)["lines"]
         assert first != second
         for text, token_ids in (first, second):
-            assert len(token_ids) == 8
+            assert len(token_ids) == 8 or token_ids[-1] == TOKENIZER.eos_token_id
             assert text == TOKENIZER.decode(token_ids)
 
     @pytest.mark.whole

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 from conftest import CollidingBlockManager, Oracle, greedy
+from mixed import Mixed
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
@@ -236,3 +237,8 @@ class TestSampling:
         assert token_ids(tight, prompts, params) == token_ids(roomy, prompts, params)
         assert tight.engine.scheduler.num_preemptions > 0
         assert roomy.engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.whole
+def test_the_mixed_prompts_and_their_tokens_are_what_transformers_makes(oracle: Oracle) -> None:
+    assert Mixed.read() == Mixed.make(oracle.greedy)

@@ -7,12 +7,16 @@ import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
 
+from nanoinfer.runner.memory.region import Region
+
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take cores, and memory of the same GPU
-GPU_BYTES = 5 << 30  # of a worker: its context, what torch keeps, and an LLM or two
+GPU_BYTES = 5 << 30  # of a worker, at least
+CONTEXT_BYTES = 1 << 30  # of these: what CUDA takes for a process
 
 
 def count_workers() -> int:
@@ -43,14 +47,22 @@ class Worker:
             self.share_gpu()
 
     def share_gpu(self) -> None:
-        read = torch.cuda.mem_get_info
+        """Let torch tell of a share of the device's memory, and of what this process holds of it."""
+        read, init, regions = torch.cuda.mem_get_info, Region.__init__, WeakSet[Region]()
+
+        def init_and_note(region: Region, device: torch.device, most: int) -> None:
+            init(region, device, most)
+            regions.add(region)
 
         def read_share(device: torch.device | int | None = None) -> tuple[int, int]:
             free, total = read(device)
-            share = total if self.is_alone else total // (2 * self.count)  # torch keeps as much for kernels' tensors
-            return min(free, share), share
+            if self.is_alone:
+                return free, total
+            share = total // self.count - CONTEXT_BYTES
+            held = torch.cuda.memory_reserved(device) + sum(region.num_bytes for region in regions)
+            return max(0, min(free, share - held)), share
 
-        torch.cuda.mem_get_info = read_share
+        Region.__init__, torch.cuda.mem_get_info = init_and_note, read_share
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: ("alone" in item.keywords, -patience(item)))

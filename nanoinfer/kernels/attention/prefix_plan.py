@@ -141,7 +141,7 @@ def share_queries_reference(
     prefixes: SharedPrefixes, context_lens: Tensor, row_of: Tensor, first: Tensor, counts: Tensor, most: int
 ) -> SharedQueries:
     """share_queries in torch."""
-    rows, query = len(counts), torch.arange(most + 1, dtype=torch.int32)
+    rows, query = len(counts), torch.arange(most + 1, dtype=torch.int32, device=counts.device)
     order = prefixes.order[:rows]
     ends = (counts + 1).where(context_lens[:rows] > 0, 0)[order]
     tokens = order[:, None].where(query == 0, rows + first[order][:, None] + query - 1)[query < ends[:, None]]

@@ -52,14 +52,14 @@ def accept_guesses(drawn: Tensor, places: Places, rows: AdvancedRows, kept: Tens
 def accept_guesses_reference(drawn: Tensor, places: Places, rows: AdvancedRows, kept: Tensor) -> None:
     """accept_guesses in torch."""
     count, most = len(kept), kept.shape[1] - 2
-    placed, guess = places.positions[:count], torch.arange(most)
+    placed, guess = places.positions[:count], torch.arange(most, device=drawn.device)
     goes_on = placed >= 0
     places.drawn.copy_(drawn)
     at = (count + places.first[:, None] + guess).clamp(max=len(drawn) - 1)
     draws = torch.cat([drawn[:count, None], drawn[at]], dim=1)
     holds = (places.tokens[at] == draws[:, :-1]) & (guess < places.counts[:, None])
     held = holds.int().cumprod(dim=1).sum(dim=1).int()
-    is_kept = (torch.arange(most + 1) <= held[:, None]) & goes_on[:, None]
+    is_kept = (torch.arange(most + 1, device=drawn.device) <= held[:, None]) & goes_on[:, None]
     kept[:, :-1] = draws.where(is_kept, NOTHING)
     kept[:, -1] = places.counts
     last = draws.gather(1, held[:, None].long())[:, 0].clamp(min=0)

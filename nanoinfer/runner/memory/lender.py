@@ -17,7 +17,7 @@ class Lender:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._most = torch.cuda.mem_get_info(device)[1]
+        self._most = torch.cuda.get_device_properties(device).total_memory
         self._regions: dict[Tag, Region] = {tag: Region(device, self._most) for tag in ("weights", "kv_cache")}
         self._copy: HostCopy | None = None  # of the weights
 
