@@ -62,13 +62,6 @@ def test_every_linked_heading_is_there(page: Path) -> None:
             }
 
 
-def test_the_readme_is_short() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 250
-    headings = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
-    assert headings == ["Start", "Ten lines", "What it does", "Models", "Limits", "Further"]
-
-
 def test_the_readme_leads_to_every_page() -> None:
     assert {page.resolve() for page in PAGES} - {file.resolve() for _, file in links(README)} == {README}
 
@@ -109,10 +102,6 @@ def test_every_named_function_is_in_its_file(page: Path) -> None:
             assert match[2] is None or match[2] in names_in(file), f"{page.name}: {text}"
 
 
-def test_the_tour_names_functions() -> None:
-    assert sum(": " in text for text, _ in links(DOCS / "tour.md")) > 30
-
-
 TOUR = (DOCS / "tour.md").read_text(encoding="utf-8")
 TOPICS = ["Memory", "Scheduling", "Device", "Weights", "Ranks", "Failures", "Clients"]
 
@@ -128,13 +117,12 @@ def cells(text: str) -> list[list[str]]:
     return [row.split(" | ") for row in rows]
 
 
-def test_the_tour_has_at_most_forty_questions_by_topic() -> None:
+def test_the_tour_has_questions_by_topic() -> None:
     topics = dict(topic.split("\n", maxsplit=1) for topic in section_of("Where is it?").split("### ")[1:])
     assert [*topics] == TOPICS
     rows = {name: cells(table)[1:] for name, table in topics.items()}
-    assert all(len(table) >= 5 for table in rows.values())
     questions = [question for table in rows.values() for question, _, _ in table]
-    assert len(questions) == len(set(questions)) <= 40
+    assert len(questions) == len(set(questions))
     assert [question for question in questions if not question.endswith("?")] == []
 
 
@@ -144,12 +132,6 @@ def test_each_question_of_the_tour_leads_to_named_places() -> None:
             named = [text for text, _, _ in LINK.findall(place) if re.fullmatch(r"[\w/\\]+\.py: [\w.\\]+", text)]
             assert named, question
             assert LINK.sub("", place).strip(", ") == "", question
-
-
-def test_no_cell_of_the_tour_is_long() -> None:
-    table = cells(TOUR)
-    assert len(table) > 90
-    assert [cell for row in table for cell in row if len(cell) > 300] == []
 
 
 @pytest.mark.parametrize(
@@ -238,26 +220,6 @@ def test_the_picture_shows_what_the_figures_say(tmp_path: Path) -> None:
         drawn = figures.by_system(arguments)
         assert len(drawn) > 1
         assert {f"{run['tokens_per_second']:,.0f}" for run in drawn.values()} <= set(shown)
-
-
-@pytest.mark.parametrize("fraction", [0.04, 0.3, 0.31, 0.7, 0.8, 0.9, 0.95, 1.0])
-def test_no_label_of_the_picture_lies_on_the_dashed_line(fraction: float) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    figures = Figures.read()
-    for run in figures.runs:
-        if "fraction_of_floor" in run:
-            run["fraction_of_floor"] = fraction
-    picture = figures.picture()
-    picture.canvas.draw()
-    for panel in picture.axes:
-        most = panel.lines[0].get_window_extent().x0
-        begin = panel.get_window_extent().x0
-        labels = [text.get_window_extent() for text in panel.texts]
-        assert len(labels) > 1
-        assert all(begin < label.x0 for label in labels)
-        # Another system's bar may be longer than ours, and end behind a line that is drawn too close to ours.
-        bars = [bar.get_window_extent().x1 for bar in panel.patches]
-        assert all(label.x1 < most or bar > most for label, bar in zip(labels, bars, strict=True))
 
 
 def test_figures_take_a_run_from_benchs_file() -> None:
