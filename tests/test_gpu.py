@@ -8,13 +8,14 @@ import json
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, build
-from conftest import Oracle, greedy, plan_ahead
+from conftest import Oracle, greedy, of_each_kind, plan_ahead, whole_only
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
@@ -49,8 +50,10 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("backend", "temperature"),
+    [*product(BACKENDS, [0.0]), ("triton", 0.7), *whole_only(product(BACKENDS[1:], [0.7]))],
+)
 def test_graph_equals_eager(
     backend: str, temperature: float, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
 ) -> None:
@@ -128,8 +131,14 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
 class TestFamilies:
     """One model of each kind, with heads of a size that all backends support."""
 
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("name", KINDS)
+    @pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            *[(name, "triton") for name in KINDS],
+            *[(KINDS[0], backend) for backend in BACKENDS[1:]],
+            *whole_only(product(KINDS[1:], BACKENDS[1:])),
+        ],
+    )
     def test_bfloat16_logits_err_as_little_as_transformers(
         self, name: str, backend: str, family: Callable, make_llm: Callable[..., LLM]
     ) -> None:
@@ -157,6 +166,7 @@ class TestFamilies:
         assert tokens(graph, prompts, params) == tokens(eager, prompts, params)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     """Blocks at both ends of a cache whose offsets do not fit 32 bits."""
@@ -342,8 +352,10 @@ def test_a_cache_that_does_not_fit_says_what_would_help() -> None:
         LLM(BUNDLED_MODEL, gpu_memory_utilization=0.001)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    of_each_kind(product([torch.bfloat16, torch.float16, torch.float32], [32, 64, 96, 128, 256]), 0, 1, 2, 3, 4, 8, 13),
+)
 def test_the_kernels_compile_for_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
     q = torch.randn(3, 4, head_dim, device="cuda").to(dtype)
     k_cache, v_cache = (torch.randn(2, 256, 2, head_dim, device="cuda").to(dtype) for _ in range(2))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES, VOCAB, build
-from conftest import write_random_checkpoint
+from conftest import of_each_kind, write_random_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -159,7 +159,7 @@ def largest_difference(llm: LLM, trainer: Reference, prompts: list[list[int]]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", [*FAMILIES, "0.6b"])
+@pytest.mark.parametrize("family", of_each_kind(zip([*FAMILIES, "0.6b"]), 2, 7))
 def test_an_on_policy_ratio_is_exactly_one(family: str, tmp_path: Path) -> None:
     """Of 64 rollouts, before and after a step of the optimizer."""
     if family == "0.6b":
