@@ -148,9 +148,9 @@ def test_what_is_no_image_is_named(source: Any, message: str, tmp_path: Path) ->
         ("FILE:///etc/passwd", "nothing is fetched"),
         ("link.png", "must be in"),
         ("out/secret.png", "must be in"),
-        ("circle.png", "cannot be read as an image: Symlink loop"),
-        ("a.png\0", "cannot be read as an image: embedded null"),
-        ("file://a.png%00", "cannot be read as an image: embedded null"),
+        ("circle.png", "cannot be read as an image: Symlink loop|no such file in"),  # the latter by Python 3.13
+        ("a.png\0", "cannot be read as an image: .*embedded null"),
+        ("file://a.png%00", "cannot be read as an image: .*embedded null"),
         ("a" * 5000, "cannot be read as an image"),
         ("~/secret.png", "no such file in"),
         ("nothing.png", "is 'nothing.png': no such file in"),
@@ -170,7 +170,7 @@ def test_no_file_outside_the_folder_is_read(source: str | Path, message: str, tm
     (folder / "out").symlink_to(tmp_path)
     (folder / "circle.png").symlink_to(folder / "circle.png")
     os.mkfifo(folder / "pipe")
-    with pytest.raises(ValueError, match=f"^image 0.*{message}"):
+    with pytest.raises(ValueError, match=f"^image 0.*({message})"):
         Opener(folder).open("image 0", source)
 
 
