@@ -7,7 +7,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from types import FrameType
@@ -609,6 +609,18 @@ class TestResults:
 
 class TestChat:
     CHAT = [{"role": "user", "content": "But, soft!"}]  # noqa: RUF012
+
+    @pytest.fixture(scope="class")
+    def shared_llm(self) -> Iterator[LLM]:
+        with LLM(BUNDLED_MODEL, dtype="float32", num_kvcache_blocks=129) as llm:
+            yield llm
+
+    @pytest.fixture
+    def llm(self, shared_llm: LLM) -> Iterator[LLM]:
+        """An LLM whose template a test may replace."""
+        template = shared_llm.tokenizer.chat_template
+        yield shared_llm
+        shared_llm.tokenizer.chat_template = template
 
     def test_a_chat_is_its_template(self, llm: LLM) -> None:
         text = llm.tokenizer.apply_chat_template(self.CHAT, tokenize=False, add_generation_prompt=True)
