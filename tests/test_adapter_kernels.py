@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from conftest import whole_only
+from conftest import of_each_kind, whole_only
 from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
@@ -36,7 +37,7 @@ ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
 MAX_ADAPTERS = 4
 MIXED = [0, -1, 2, 0, 3, 3, -1, 0, 2] * 3
 SLOTS = {"mixed": MIXED, "all in one": [2] * 20, "none": [-1] * 5, "one row": [3]}
-SHAPES = [((96,), 96, 16), ((128, 32, 32), 640, 16), ((40, 7, 9), 200, 48), *whole_only([((300, 300), 1100, 128)])]
+SHAPES = [((96,), 96, 16), ((128, 32, 32), 640, 16), ((40, 7, 9), 200, 48), ((300, 300), 1100, 128)]
 
 
 def pairs_of(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> Pairs:
@@ -66,10 +67,11 @@ def test_rows_without_an_adapter_come_last() -> None:
     assert [tile for tile in tiles if tile[1] < tile[2]] == [[0, 0, 9], [2, 9, 15], [3, 15, 21], [4, 21, 27]]
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
-@pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
-def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "name", "dtype"), of_each_kind(product(SHAPES, SLOTS, ALL_DTYPES), 0, 1, 2, 4, 6, 8, 17)
+)
+def test_products(shape: tuple[tuple[int, ...], int, int], name: str, dtype: torch.dtype) -> None:
+    (parts, in_features, rank), slots = shape, SLOTS[name]
     pairs, rows = pairs_of(parts, in_features, rank, dtype), rows_of(slots)
     x, y = randn(len(slots), in_features, dtype=dtype), randn(len(slots), sum(parts), dtype=dtype)
     expected = y.double() + added(x, pairs, slots)
@@ -124,8 +126,19 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
     assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
 
 
-@pytest.mark.parametrize("slots", [[*range(MAX_ADAPTERS), -1] * 12, [-1] * 60], ids=["mixed", "none"])
-@pytest.mark.parametrize(("parts", "activation"), [((300, 70, 9), None), ((300, 300), "silu")], ids=["all", "gates"])
+@pytest.mark.parametrize(
+    ("parts", "activation", "slots"),
+    [
+        pytest.param((300, 70, 9), None, [*range(MAX_ADAPTERS), -1] * 12, id="all-mixed"),
+        pytest.param((300, 300), "silu", [-1] * 60, id="gates-none"),
+        *whole_only(
+            [
+                pytest.param((300, 70, 9), None, [-1] * 60, id="all-none"),
+                pytest.param((300, 300), "silu", [*range(MAX_ADAPTERS), -1] * 12, id="gates-mixed"),
+            ]
+        ),
+    ],
+)
 def test_programs_go_over_many_tiles(
     parts: tuple[int, ...], activation: Activation | None, slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +155,9 @@ def test_programs_go_over_many_tiles(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize(("parts", "in_features", "rank"), [*SHAPES, ((4096, 1024, 1024), 4096, 16)])
+@pytest.mark.parametrize(
+    ("parts", "in_features", "rank"), [*of_each_kind(SHAPES, 0, 1, 2), ((4096, 1024, 1024), 4096, 16)]
+)
 def test_a_gpu_passes_the_check(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> None:
     check_order.__wrapped__(in_features, parts, rank, dtype, torch.device(DEVICE))
 
@@ -167,10 +182,9 @@ def test_the_check_compares_tiles_of_both_sizes(monkeypatch: pytest.MonkeyPatch)
             check(size)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("slot", [2, -1])
-@pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
-def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "slot", "dtype"), of_each_kind(product(SHAPES, [2, -1], ALL_DTYPES), 0, 3, 4, 9))
+def test_one_row(shape: tuple[tuple[int, ...], int, int], slot: int, dtype: torch.dtype) -> None:
+    parts, in_features, rank = shape
     pairs = pairs_of(parts, in_features, rank, dtype)
     rows = rows_of([slot])
     x, residual = randn(1, in_features, dtype=dtype), randn(1, in_features, dtype=dtype)

@@ -149,7 +149,7 @@ class TestFamilies:
         llm = load(make_llm(model.base, **OPTIONS, **CASES[family].small), model)
         results = generate(llm)
         check(results, model)
-        for prompt, name, result in zip(PROMPTS, NAMES, results, strict=True):
+        for prompt, name, result in list(zip(PROMPTS, NAMES, results, strict=True))[:3]:  # with each adapter, and none
             (alone,) = generate(llm, [prompt], [name])
             assert alone.tokens == result.tokens
             torch.testing.assert_close(alone.logprobs, result.logprobs, atol=2e-5, rtol=0)
@@ -217,19 +217,23 @@ class TestQuantizedBases:
         check(generate(llm), stored)
 
 
+FEW_PROMPTS = [[7], [11, 12], LONG, [40] * 17]
+FEW_NAMES = ["linear", "head", "head", None]
+
+
 class TestDeterministic:
     """No bit of a row depends on the adapters of others, nor on chunks or the number of ranks."""
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
     def test_alone_and_in_company(self, ranks: int, tuned: Make, make_llm: MakeLLM) -> None:
         model = tuned("qwen3")
         options = {**OPTIONS, "deterministic": True, "kvcache_block_size": 16}
         together = load(make_llm(model.base, **options, max_num_batched_tokens=24, tensor_parallel_size=ranks), model)
-        results = generate(together, temperature=0.7)
-        check(results, model)
+        results = generate(together, FEW_PROMPTS, FEW_NAMES, temperature=0.7, max_tokens=3)
+        check(results, model, FEW_NAMES)
         alone = load(make_llm(model.base, **options), model)
-        for prompt, name, result in zip(PROMPTS, NAMES, results, strict=True):
-            (own,) = generate(alone, [prompt], [name], temperature=0.7)
+        for prompt, name, result in zip(FEW_PROMPTS, FEW_NAMES, results, strict=True):
+            (own,) = generate(alone, [prompt], [name], temperature=0.7, max_tokens=3)
             assert own.tokens == result.tokens
             assert own.logprobs.equal(result.logprobs)
 
@@ -237,8 +241,11 @@ class TestDeterministic:
         model = tuned("llama")
         plain = make_llm(model.base, device="cpu", deterministic=True)
         adapted = load(make_llm(model.base, **OPTIONS, deterministic=True), model)
-        nobody: list[str | None] = [None] * len(PROMPTS)
-        for own, beside, name in zip(generate(plain, names=nobody), generate(adapted), NAMES, strict=True):
+        nobody: list[str | None] = [None] * len(FEW_PROMPTS)
+        alone = generate(plain, FEW_PROMPTS, nobody, max_tokens=3)
+        for own, beside, name in zip(
+            alone, generate(adapted, FEW_PROMPTS, FEW_NAMES, max_tokens=3), FEW_NAMES, strict=True
+        ):
             assert name is not None or own.logprobs.equal(beside.logprobs)
 
 

@@ -208,11 +208,11 @@ class TestRequests:
         load(llm, "red", red)
         prompts = [[30 + i] * 20 for i in range(5)]
         names = ["red", None, "red", "red", None]
-        params = [greedy(40, adapter=name, ignore_eos=True) for name in names]
+        params = [greedy(26, adapter=name, ignore_eos=True) for name in names]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.engine.scheduler.num_preemptions > 0
         for prompt, name, output in zip(prompts, names, outputs, strict=True):
-            assert output.token_ids == expected(red if name else base, prompt, 40)
+            assert output.token_ids == expected(red if name else base, prompt, 26)
 
 
 class TestPrefixes:
@@ -414,8 +414,9 @@ def test_ctrl_c_at_any_line_leaves_the_old_version_or_the_new_one(
     assert found == {False, True}
 
 
+@pytest.mark.parametrize("first", [1, *whole_only([2, 3])])
 def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
-    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    first: int, llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         test_lifecycle, "HOST_FILES", ("adapters.py", "block_manager.py", "prefix_cache.py", "prefix_tree.py")
@@ -433,7 +434,7 @@ def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
     load(llm, "two", blue)
     whole, found = Interrupt(), set()
     unload(whole)
-    for line in range(1, whole.count - 2):
+    for line in range(first, whole.count - 2, 3):
         load(llm, "one", blue)
         with pytest.raises(KeyboardInterrupt):
             unload(CtrlC(line))
@@ -448,18 +449,18 @@ def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
 
 
 class TestUnloading:
-    def test_a_hundred_times_without_growth(self, llm: LLM, red: Tuned) -> None:
+    def test_fifty_times_without_growth(self, llm: LLM, red: Tuned) -> None:
         tree, sizes = llm.engine.scheduler.block_manager.tree, []
-        tokens(llm, count=3)
-        for number in range(52):
+        tokens(llm, count=1)
+        for number in range(27):
             for version in (1, 2):
                 assert load(llm, f"name {number}", red) == version
-                tokens(llm, adapter=f"name {number}", count=3)
+                tokens(llm, adapter=f"name {number}", count=1)
             llm.unload_adapter(f"name {number}")
-            if number in (1, 51):
+            if number in (1, 26):
                 gc.collect()
                 sizes.append(len(gc.get_objects()))
-        assert abs(sizes[1] - sizes[0]) < 100
+        assert abs(sizes[1] - sizes[0]) < 50
         assert (len(tree), len(tree.roots)) == (2, 1)  # the model's own
 
     def test_a_running_request_holds_its_adapter(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
@@ -819,8 +820,8 @@ class TestReplicas:
     def test_each_gets_each(self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
         llm = make_llm(**OPTIONS, data_parallel_size=2, max_num_seqs=8)
         assert show(llm, red, blue) == shown(base, red, blue)
-        prompts = [[30 + i] for i in range(24)]
-        params = [greedy(6, adapter=("red", None)[i % 2], ignore_eos=True) for i in range(24)]
+        prompts = [[30 + i] for i in range(10)]
+        params = [greedy(6, adapter=("red", None)[i % 2], ignore_eos=True) for i in range(10)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             assert output.token_ids == expected((blue, base)[i % 2], prompt, 6)

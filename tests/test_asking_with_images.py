@@ -253,12 +253,12 @@ def prompts_of(qwen: Checkpoint, images: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_the_first_prompts_run_while_the_images_of_others_are_opened(qwen: Checkpoint) -> None:
-    images = [picture(61, 97, seed) for seed in range(12)]
-    together = qwen.llm.generate(prompts_of(qwen, images), qwen.params(max_tokens=None, n=2), use_tqdm=False)
+    images, params = [picture(61, 97, seed) for seed in range(12)], qwen.params(max_tokens=20, n=2)
+    together = qwen.llm.generate(prompts_of(qwen, images), params, use_tqdm=False)
     with qwen.make_llm(max_num_batched_tokens=32) as llm:
         begun: list[int] = []
         llm.engine.on_step = lambda step: begun.append(llm.engine.num_requests)
-        outputs = llm.generate(prompts_of(qwen, images), qwen.params(max_tokens=None, n=2), use_tqdm=False)
+        outputs = llm.generate(prompts_of(qwen, images), params, use_tqdm=False)
     assert [each.outputs for each in outputs] == [each.outputs for each in together]
     assert 0 < begun[0] < len(images) == begun[-1]
 

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -64,10 +65,21 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
+@pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a benchmark measures of the machine, for tests of what else it does."""
+    for name, value in (("measure_bandwidth", 1e11), ("measure_flops", 1e12), ("measure_rates", {})):
+        monkeypatch.setattr(bench, name, lambda *_, value=value: value)
+
+
+def test_weights_times_updates_and_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "weights.json"
-    options = ["--config", "tiny", "--device", "cpu", "--weights", "--repeats", "2", "--json"]
-    printed = run("bench.py", *options, str(file))
+    command = "bench.py --config tiny --device cpu --weights --repeats 2 --json"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(file)])
+    bench.main()
+    printed = capsys.readouterr().out
     rows = {row["what"]: row for row in json.loads(file.read_text())["weights"]}
     assert {what.split(",")[0] for what in rows} == {
         "sleep", "wake_up", "update_weights", "load_weights from the page cache",
@@ -142,7 +154,7 @@ def test_text_repeats_at_the_rate_that_a_workload_asks_for(
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     llm = make_llm(str(tmp_path), device="cpu", load_format="dummy", max_num_seqs=4)
     write_repeating_weights(llm, rate)
-    params = SamplingParams(max_tokens=500, temperature=0.6, ignore_eos=True)
+    params = SamplingParams(max_tokens=250, temperature=0.6, ignore_eos=True)
     outputs = llm.generate([[token] for token in (5, 600, 1200, 1800)], params, use_tqdm=False)
     held = [after == (token + 1) % 2048 for out in outputs for token, after in pairwise(out.outputs[0].token_ids)]
     assert sum(held) / len(held) == pytest.approx(rate, abs=0.06)
@@ -651,6 +663,7 @@ def test_random_weights_and_json(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_embed_tells_the_rate_of_the_tokens_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -669,6 +682,7 @@ def test_embed_tells_the_rate_of_the_tokens_that_are_read(
     assert "--workload embed: generates nothing" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_requests_name_adapters_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -696,7 +710,7 @@ def test_more_adapters_than_slots(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--adapters 3: must be 0 to --max-adapters 2" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_foresight")
+@pytest.mark.usefixtures("no_foresight", "known_speeds")
 def test_a_short_cache_shows_what_it_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -736,6 +750,7 @@ def test_compare_with_transformers() -> None:
     assert "times as fast" in text
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_plot_writes_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     from matplotlib.image import imread
@@ -864,6 +879,7 @@ def test_a_full_disk_is_noticed_before_the_run(tmp_path: Path) -> None:
     assert not new.exists()
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_a_disk_that_fills_up_costs_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -881,6 +897,7 @@ def test_a_disk_that_fills_up_costs_no_figures(
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_figures_are_printed_before_the_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -992,8 +1009,10 @@ def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.Monke
         bench.main()
 
 
-def test_the_example_recites() -> None:
-    text = run("example.py", "--temperature", "0", "--max-tokens", "24", "--stats")
+def test_the_example_recites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["example.py", "--temperature", "0", "--max-tokens", "24", "--stats"])
+    runpy.run_path(str(ROOT / "example.py"), run_name="__main__")
+    text = capsys.readouterr().out
     assert "through yonder window breaks?" in text
     assert "of our discontent" in text
     assert "\nrequests: 3 in " in text

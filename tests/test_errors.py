@@ -799,10 +799,10 @@ class TestAnything:
     )
     def test_in_calls(self, llm: LLM, call: str, name: str) -> None:
         others = {
-            "generate": {"prompts": [[5]], "use_tqdm": False},
-            "stream": {"prompts": [[5]]},
-            "chat": {"messages": [{"role": "user", "content": "a"}], "use_tqdm": False},
-            "add_request": {"prompt": [5]},
+            "generate": {"prompts": [[5]], "sampling_params": greedy(2), "use_tqdm": False},
+            "stream": {"prompts": [[5]], "sampling_params": greedy(2)},
+            "chat": {"messages": [{"role": "user", "content": "a"}], "sampling_params": greedy(2), "use_tqdm": False},
+            "add_request": {"prompt": [5], "sampling_params": greedy(2)},
             "abort": {},
         }[call]
         for value in ANYTHING:
@@ -827,14 +827,14 @@ def named_errors(name: str) -> Iterator[None]:
 def test_two_threads_at_once(make_llm: Callable[..., LLM]) -> None:
     """The second thread's call is refused, and the first thread gets its tokens."""
     llm, outputs = make_llm(), []
-    first = threading.Thread(target=lambda: outputs.extend(llm.generate([[5]], greedy(200, ignore_eos=True))))
+    first = threading.Thread(target=lambda: outputs.extend(llm.generate([[5]], greedy(100, ignore_eos=True))))
     first.start()
     while not llm.engine.scheduler.running:
         time.sleep(0.001)
     with pytest.raises(RuntimeError, match="another thread is generating"):
         llm.generate([[5]])
     first.join()
-    assert len(outputs[0]["token_ids"]) == 200
+    assert len(outputs[0]["token_ids"]) == 100
 
 
 def test_generate_after_close(make_llm: Callable[..., LLM]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from conftest import DEVICE, whole_only
+from conftest import DEVICE, of_each_kind, whole_only
 from test_group_experts import INT4, MXFP4, dequantized
 from test_kernels import DTYPES, SHORT, assert_close, randn
 from torch import Tensor
@@ -67,9 +68,9 @@ def expected(
     return out
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
-def test_plain_experts(slots: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "name"), of_each_kind(product(ALL_DTYPES, SLOTS), *range(1 + len(SLOTS))))
+def test_plain_experts(dtype: torch.dtype, name: str) -> None:
+    slots = SLOTS[name]
     (gate_up, down), (x, routes, adapters) = weights(dtype), make(slots, dtype)
     wanted = expected(x, routes, gate_up, down, adapters)
     multiply = partial(expert_mlps_triton, x, routes, gate_up, down, "silu", adapters=adapters)

@@ -39,6 +39,10 @@ def count_uncached(prompts: Tokens, block_size: int) -> int:
     return count
 
 
+FEW = 12  # of the mixed prompts: lengths around a block's end, and some others
+TIGHT = {"max_model_len": 340, "kvcache_block_size": 16, "num_kvcache_blocks": 24}  # for 20 of them
+
+
 def test_mixed_lengths_in_one_batch_fresh_and_prefix_cached(
     make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens
 ) -> None:
@@ -64,12 +68,12 @@ def test_of_a_call_the_longest_begins_first_and_results_keep_their_order(make_ll
 
 
 def test_chunked_prefill(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens) -> None:
-    assert token_ids(make_llm(max_num_batched_tokens=64), mixed_prompts, greedy()) == mixed_expected
+    assert token_ids(make_llm(max_num_batched_tokens=64), mixed_prompts[:FEW], greedy()) == mixed_expected[:FEW]
 
 
 def test_preemption(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens) -> None:
-    llm = make_llm(max_model_len=340, kvcache_block_size=16, num_kvcache_blocks=48)
-    assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+    llm = make_llm(**TIGHT)
+    assert token_ids(llm, mixed_prompts[:20], greedy()) == mixed_expected[:20]
     assert llm.engine.scheduler.num_preemptions > 0
 
 
@@ -80,7 +84,8 @@ def test_only_equal_prefixes_are_shared_whatever_the_hashes(
     text = oracle.greedy([30, 31], 32, ignore_eos=True)
     prompts = [[*a, *b, *c, *[5] * 8] for a, b, c in product([[], text[:16], text[16:]], repeat=3)]
     params = [greedy(12, n=1 + i % 3) for i in range(len(prompts))]
-    expected = [oracle.greedy(prompt, 12) for prompt in prompts]
+    known = {prompt: oracle.greedy(list(prompt), 12) for prompt in set(map(tuple, prompts))}
+    expected = [known[tuple(prompt)] for prompt in prompts]
     cached = []
     for kind in (BlockManager, CollidingBlockManager):
         monkeypatch.setattr("nanoinfer.engine.assembly.BlockManager", kind)
@@ -97,29 +102,29 @@ def test_only_equal_prefixes_are_shared_whatever_the_hashes(
 def test_preemption_of_chunked_prompts(
     make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens
 ) -> None:
-    llm = make_llm(max_model_len=340, kvcache_block_size=16, num_kvcache_blocks=48, max_num_batched_tokens=50)
-    assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+    llm = make_llm(**TIGHT, max_num_batched_tokens=50)
+    assert token_ids(llm, mixed_prompts[:20], greedy()) == mixed_expected[:20]
     assert llm.engine.scheduler.num_preemptions > 0
 
 
 def test_more_prompts_than_rows(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens) -> None:
-    assert token_ids(make_llm(max_num_seqs=3), mixed_prompts, greedy()) == mixed_expected
+    assert token_ids(make_llm(max_num_seqs=3), mixed_prompts[:FEW], greedy()) == mixed_expected[:FEW]
 
 
 def test_rows_that_leave_at_different_times(
-    make_llm: Callable[..., LLM], mixed_prompts: Tokens, oracle: Oracle
+    make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens
 ) -> None:
     """Output lengths are 1 to 12, so that sequences leave rows all over the batch."""
     params = [greedy(1 + index % 12) for index in range(len(mixed_prompts))]
-    expected = [oracle.greedy(p, s.max_tokens) for p, s in zip(mixed_prompts, params, strict=True)]
+    expected = [tokens[: one.max_tokens] for tokens, one in zip(mixed_expected, params, strict=True)]
     assert token_ids(make_llm(max_num_seqs=8), mixed_prompts, params) == expected
 
 
 def test_triton_kernels_end_to_end(make_llm: Callable[..., LLM], oracle: Oracle) -> None:
     """The engine over our own attention kernels; interpreted where there is no GPU."""
-    prompts = [[30, 31, 32], [40] * 20]
+    prompts = [[30, 31], [40] * 17]
     llm = make_llm(attention_backend="triton", max_num_batched_tokens=16, kvcache_block_size=16, max_model_len=64)
-    assert token_ids(llm, prompts, greedy(4)) == [oracle.greedy(prompt, 4) for prompt in prompts]
+    assert token_ids(llm, prompts, greedy(3)) == [oracle.greedy(prompt, 3) for prompt in prompts]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -75,6 +76,7 @@ from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, 
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
+ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -154,8 +156,7 @@ def test_norms_round_as_transformers_does(oracle: type[torch.nn.Module]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [96, 1024, 3000])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
+@pytest.mark.parametrize(("activation", "size"), of_each_kind(product(ACTIVATIONS, [96, 1024, 3000]), 0, 2, 3, 6))
 def test_gate_mul(activation: Activation, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(7, 2 * size, dtype=dtype)
     assert_close(gate_mul_triton(gate_up, activation), gate_mul_reference(gate_up.float(), activation))
@@ -172,10 +173,13 @@ def test_gate_heads(heads: int, dtype: torch.dtype) -> None:
         assert_close(gate_heads(x, wide[:, 4:]), expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
-@pytest.mark.parametrize(("tokens", "in_features", "size"), [(1, 64, 16), (300, 96, 200), (1200, 136, 384)])
-def test_gated_linear(tokens: int, in_features: int, size: int, activation: Activation) -> None:
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    of_each_kind(product(ACTIVATIONS, [(1, 64, 16), (300, 96, 200), (1200, 136, 384)]), 0, 1, 2, 4, 7),
+)
+def test_gated_linear(activation: Activation, shape: tuple[int, int, int]) -> None:
     """Tiles that are not full; of the last shape, programs have many, and groups of tiles are of both heights."""
+    tokens, in_features, size = shape
     x = randn(tokens, in_features, dtype=SHORT)
     weight = (randn(2 * size, in_features) / in_features**0.5).to(SHORT)
     out = gated_linear(x, weight, activation)
@@ -204,7 +208,7 @@ def test_rotate_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(ours[:, 2], x[:, 2])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_every_size(activation: Activation) -> None:
     gate = torch.tensor([[-3e38, -1e13, -1e4, -90.0, -10.0, -1.0, -1e-3, -0.0, 1e-3, 1.0, 10.0, 1e4, 3e38]])
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=-1).to(DEVICE)
@@ -234,11 +238,12 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 10), (2500, 50)])
-def test_one_row_linear_with_a_bias(
-    in_features: int, out_features: int, activation: Activation | None, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    of_each_kind(product([None, "silu", "gelu_tanh"], [(64, 32), (96, 10), (2500, 50)]), 0, 2, 4, 7),
+)
+def test_one_row_linear_with_a_bias(activation: Activation | None, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    in_features, out_features = shape
     x, bias = randn(1, in_features, dtype=dtype), randn(out_features, dtype=dtype)
     weight = (randn(out_features, in_features) / in_features**0.5).to(dtype)
     out = one_row_linear(x, weight, bias, activation)
@@ -268,8 +273,12 @@ def test_a_scale_of_the_residual_stream(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize("kernel", ["one_row", "one token", "three tokens", "pieces"])
+@pytest.mark.parametrize(
+    ("kernel", "activation"),
+    of_each_kind(
+        product(["one_row", "one token", "three tokens", "pieces"], [None, "silu", "gelu_tanh"]), 0, 1, 2, 4, 7, 9
+    ),
+)
 def test_norm_linear(kernel: str, activation: Activation | None, dtype: torch.dtype) -> None:
     """Every combination of norms, with and without a residual and a bias."""
     in_pieces = kernel == "pieces"
@@ -302,11 +311,13 @@ def test_linear(tokens: int, dtype: torch.dtype) -> None:
             assert_close(linear(x, weight, bias_or_none, activation), activated(expected, activation))
 
 
-@pytest.mark.parametrize("tokens", [2, 17, 64, 100])
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 128), (100, 512), (128, 1152)])
-def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    of_each_kind(product([(64, 128), (100, 512), (128, 1152)], [2, 17, 64, 100]), 0, 4, 5, 6, 7, 9),
+)
+def test_one_wave_linear(shape: tuple[int, int], tokens: int) -> None:
     """Products are whole or in pieces, with or without gates; the last tile of tokens and of outputs may be partial."""
-    dtype = SHORT
+    (out_features, in_features), dtype = shape, SHORT
     x, weight = randn(tokens, in_features, dtype=dtype), randn(2 * out_features, in_features, dtype=dtype)
     in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
     assert in_pieces.pieces == {128: 1, 512: 2 if tokens > 64 else 4, 1152: 1 if tokens > 64 else 3}[in_features]
@@ -319,10 +330,10 @@ def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> No
     assert_close(one_wave_linear(x, weight, whole, activation="silu"), gate_mul_reference(expected, "silu"))
 
 
-@pytest.mark.parametrize("tokens", [2, 17, 64])
-@pytest.mark.parametrize(("out_features", "in_features"), [(100, 512), (128, 1152)])
-def test_one_wave_linear_with_a_bias(tokens: int, out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize(("shape", "tokens"), of_each_kind(product([(100, 512), (128, 1152)], [2, 17, 64]), 0, 1, 2, 4))
+def test_one_wave_linear_with_a_bias(shape: tuple[int, int], tokens: int) -> None:
     """Of several pieces, the first has the bias."""
+    out_features, in_features = shape
     x, bias = randn(tokens, in_features, dtype=SHORT), randn(2 * out_features, dtype=SHORT)
     weight = (randn(2 * out_features, in_features) / in_features**0.5).to(SHORT)
     expected = F.linear(x.float(), weight.float(), bias.float())
@@ -370,9 +381,9 @@ def is_empty(inbox: torch.Tensor) -> torch.Tensor:
     return (inbox == 0) & inbox.signbit()
 
 
-@pytest.mark.parametrize("one_owner", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "one_owner"), of_each_kind(product([torch.float32, SHORT], [2, 4], [False, True]), 0, 5, 7)
+)
 def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool) -> None:
     """Ranks run one after another, each with the messages in its inbox that the other ranks would have sent."""
     tokens, size = 6, 96
@@ -412,8 +423,7 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
             assert is_empty(inboxes[peer][others]).all()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize(("dtype", "ranks"), of_each_kind(product([torch.float32, SHORT], [2, 4]), 0, 3))
 def test_gather_features(dtype: torch.dtype, ranks: int) -> None:
     tokens, share = 6, 90
     shares = randn(ranks, tokens, share, dtype=dtype)
@@ -433,9 +443,9 @@ def test_gather_features(dtype: torch.dtype, ranks: int) -> None:
             assert is_empty(inboxes[peer][[source for source in range(ranks) if source != rank]]).all()
 
 
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "has_residual"), of_each_kind(product([torch.float32, SHORT], [2, 3], [False, True]), 0, 5, 7)
+)
 def test_one_row_norm_linear_adds_up_the_ranks_parts(dtype: torch.dtype, ranks: int, has_residual: bool) -> None:
     """The messages stay in this rank's inbox, for all programs to read, and those of the sum before leave it."""
     size, out_features = 96, 600
@@ -501,8 +511,7 @@ def test_all_reduce_and_norm_without_a_residual(one_owner: bool, plus_one: bool)
     assert_close(total[::2], x[::2])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 300])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "rows"), of_each_kind(product([2, 4], [1, 5, 300]), 0, 2, 4))
 def test_best_of_ranks(ranks: int, rows: int) -> None:
     """Scores have only a few values, so that there are ties: on every rank, the lowest rank wins them."""
     scores = torch.randint(-1, 2, (ranks, rows), device=DEVICE).float() * -0.5  # -0.0 among them
@@ -648,7 +657,10 @@ VARIANTS = [  # head_dim, norm, rotary_dim, interleaved, scaled
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "norm", "rotary_dim", "interleaved", "scaled"), VARIANTS)
+@pytest.mark.parametrize(
+    ("head_dim", "norm", "rotary_dim", "interleaved", "scaled"),
+    of_each_kind(VARIANTS, 1, 5, 6, 7, 8, 9, 12, 15, 16, 17, 22, 24),
+)
 def test_variants_of_norm_rotate_store(
     head_dim: int, norm: str, rotary_dim: int, interleaved: bool, scaled: bool, dtype: torch.dtype
 ) -> None:
@@ -866,14 +878,14 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
     """Beyond FEW_ROWS the tiles are larger, and the loop over them has fewer stages."""
-    context_lens = [1 + 37 * row % 400 for row in range(FEW_ROWS + 8)]
+    context_lens = [1 + 37 * row % 200 for row in range(FEW_ROWS + 8)]
     shape = (4, 2, 128, 256)
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), 4, 128, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan_ahead(lens, k_cache))
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
-    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 400, 0.1))
+    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 200, 0.1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -990,7 +1002,7 @@ def test_paged_prefill_of_windows_and_soft_caps(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), *whole_only([(16, 2.0), (None, 2.0)])])
+@pytest.mark.parametrize(("window", "softcap"), [(40, None), *whole_only([(None, None), (16, 2.0), (None, 2.0)])])
 @pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
 def test_paged_prefill_of_tokens_that_see_beyond_themselves(
     shape: tuple[int, int, int, int],
@@ -1069,7 +1081,7 @@ LARGE_HEADS = [(16, 1, 512, 32), (8, 2, 512, 64)]  # as in SHAPES
 @pytest.mark.parametrize("shape", of_each_kind(zip(LARGE_HEADS), 0))
 def test_attention_of_large_heads(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """For more than 256 numbers in a head, the kernels have programs of their own."""
-    check_attention(shape, [1, 70, 40], [1, 100, 40], dtype)
+    check_attention(shape, [1, 40, 20], [1, 70, 20], dtype)
 
 
 @pytest.mark.gpu
@@ -1129,7 +1141,7 @@ def test_soft_caps_are_exact_near_zero_and_far_from_it() -> None:
         assert (out.double() / cap - expected).abs().max() < 5e-7
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     st.lists(st.integers(0, 100), min_size=1, max_size=9),
     st.integers(1, 12),
@@ -1173,8 +1185,7 @@ def test_sample(vocabulary: int) -> None:
     assert torch.equal(ids[:2], (logits[:2].argmax(dim=1) + 1000).int())
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("top_k", [1, 50, 4097, 2**31 - 1])
+@pytest.mark.parametrize(("top_k", "ties"), of_each_kind(product([1, 50, 4097, 2**31 - 1], [False, True]), 0, 3, 4, 7))
 def test_find_cutoff(top_k: int, ties: bool) -> None:
     """The vocabulary has several blocks; the logits include -0.0, NaN and -inf."""
     rows = 4
@@ -1194,7 +1205,7 @@ def test_find_cutoff(top_k: int, ties: bool) -> None:
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (2**31 - 1, 0.51)])
 def test_find_cutoff_among_neighbours(top_k: int, top_p: float) -> None:
     """The logits are neighbouring float32 numbers, so that pivots may fall between none of them."""
-    rows = 30
+    rows = 12
     neighbours = [-torch.rand(rows, 1, device=DEVICE) * 16]
     for _ in range(6):
         neighbours.append(torch.nextafter(neighbours[-1], torch.full_like(neighbours[-1], float("inf"))))
@@ -1216,7 +1227,7 @@ def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
     logits[:, 4000:4010] = 5.0
     cutoff = torch.tensor([5.0, 5.0, -9.0], device=DEVICE), torch.tensor([4003, 0, 0], device=DEVICE).int()
     temperatures, seeds = torch.full((3,), 100.0, device=DEVICE), torch.arange(3, device=DEVICE)
-    for position in range(20):
+    for position in range(8):
         positions = torch.full((3,), position, dtype=torch.int32, device=DEVICE)
         ids = [f(logits, temperatures, seeds, positions, 0, cutoff)[1] for f in (draw_triton, draw_reference)]
         assert torch.equal(*ids)
@@ -1224,8 +1235,9 @@ def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
         assert 4000 <= ids[0][1] < 4010
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [60, 9000])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), of_each_kind(product([60, 9000], [torch.float32, torch.bfloat16]), 0, 3)
+)
 def test_draw_masked_replaces_the_tokens_of_its_places_alone(vocabulary: int, dtype: torch.dtype) -> None:
     """Lines come in any order, and several take one row's settings. A mask may leave no token, or one that is NaN."""
     logits = (randn(6, vocabulary + 3) * 3).to(dtype)[:, :vocabulary]  # rows need not lie side by side
@@ -1267,10 +1279,13 @@ def test_sample_takes_the_smallest_id_among_equals() -> None:
         assert function(logits, zeros, zeros.long(), zeros.int())[1].item() == 4000
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 4096), (5, 10000), (33, 4097)])
-def test_token_logprobs(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    of_each_kind(product([(1, 5), (3, 4096), (5, 10000), (33, 4097)], [torch.float32, torch.bfloat16]), 0, 2, 5, 6),
+)
+def test_token_logprobs(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Also where nearly all tokens are forbidden, or all logits are far below 0."""
+    rows, vocabulary = shape
     logits = (randn(rows, vocabulary + 3) * 4).to(dtype)[:, :vocabulary]  # rows need not lie side by side
     token_ids = torch.randint(vocabulary, (rows,), device=logits.device).int()
     few = torch.full_like(logits, float("-inf"))
@@ -1307,8 +1322,11 @@ def test_no_two_of_a_million_seeds_share_their_noise(position: int, step: int) -
     assert len(np.unique(key.astype(np.uint64) << 32 | factor)) == len(seeds)
 
 
-@pytest.mark.parametrize("shape", [(100_000, 2, 3), (3, 100_000, 2), (2, 3, 100_000)], ids=str)
-@pytest.mark.parametrize("first_seed", [0, 2**62 + 12345])
+@pytest.mark.parametrize(
+    ("first_seed", "shape"),
+    of_each_kind(product([0, 2**62 + 12345], [(100_000, 2, 3), (3, 100_000, 2), (2, 3, 100_000)]), 0, 4, 5),
+    ids=str,
+)
 def test_noise_is_independent_of_that_of_the_next_seed_position_or_token(
     first_seed: int, shape: tuple[int, int, int]
 ) -> None:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, VOCAB, build
-from conftest import Oracle, greedy
+from conftest import Oracle, greedy, of_each_kind
 from test_sampling import definition, wants
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams
@@ -167,7 +168,7 @@ def test_kept_tokens_come_in_every_mode_to_those_who_ask(make_llm: Callable[...,
     assert raw[0].token_ids == raw[1].token_ids
 
 
-@pytest.mark.parametrize("options", SPREAD, ids=str)
+@pytest.mark.parametrize("options", of_each_kind(SPREAD, 0, 1), ids=str)
 def test_of_the_settings_only_the_temperature_changes_a_prompts(
     options: dict[str, Any], make_llm: Callable[..., LLM], oracle: Oracle
 ) -> None:
@@ -203,8 +204,7 @@ class TestLogitsInFloat32:
 
     NAMES = ("llama tied, linear rope", "qwen3", "granite", "gemma2 low caps")  # two are tied, one scales, one caps
 
-    @pytest.mark.parametrize("ranks", [1, 2])
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("name", "ranks"), of_each_kind(product(NAMES, [1, 2]), 0, 2, 4, 6, 7))
     @torch.inference_mode()
     def test_they_equal_transformers(self, name: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
         model = build(CASES[name], tmp_path)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -26,17 +27,24 @@ from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
 from nanoinfer.models.ranks import check_ranks
 
-LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
-MAX_TOKENS = 6
+LENGTHS = [1, 15, 17, 60, 300]  # of the prompts, in one batch
+MAX_TOKENS = 4
 TWICE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 2.0}
 GEMMA4_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
+KNOWN = WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], torch.Tensor]]()
+
+
 @torch.inference_mode()
 def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Return log-probabilities after each token, [tokens, vocabulary]."""
-    return model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
+    """Return log-probabilities after each token, [tokens, vocabulary], which the same weights compute once."""
+    version = sum(parameter._version for parameter in model.parameters())  # counts changes in place
+    known, key = KNOWN.setdefault(model, {}), (version, *tokens)
+    if key not in known:
+        known[key] = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
+    return known[key]
 
 
 def check(output: RequestOutput, prompt: list[int], model: PreTrainedModel, length_matters: bool) -> None:
@@ -45,8 +53,8 @@ def check(output: RequestOutput, prompt: list[int], model: PreTrainedModel, leng
     assert len(tokens) == MAX_TOKENS
     if output["prompt_logprobs"] is not None:
         ours = [entry[token] for entry, token in zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)]
-        theirs = logprobs(model, prompt)[range(len(prompt) - 1), prompt[1:]].tolist()
-        assert ours == pytest.approx(theirs, abs=1e-4)
+        whole = logprobs(model, prompt if length_matters else prompt + tokens[:-1])
+        assert ours == pytest.approx(whole[range(len(prompt) - 1), prompt[1:]].tolist(), abs=1e-4)
     if length_matters:  # a longer sequence has other frequencies, and so other logits at all positions
         rows = torch.stack([logprobs(model, prompt + tokens[:i])[-1] for i in range(MAX_TOKENS)])
     else:
@@ -89,7 +97,7 @@ OF_KINDS = ["gemma2 low caps", "olmo2 biases", "qwen2moe without biases", "phi3 
 def test_a_family_equals_transformers(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
-    """Prompts are fresh, then prefix-cached, then in chunks in a cache so small that sequences are preempted."""
+    """Prompts are fresh, then prefix-cached, then in chunks in a cache so small that they wait for blocks."""
     folder, model = family(name)
     llm = make_llm(folder, **CASES[name].small)
     run(llm, model, prompt_logprobs=0)

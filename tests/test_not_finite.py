@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICE, greedy
+from conftest import DEVICE, greedy, of_each_kind
 from test_kernels import empty_inbox
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -70,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=SPREAD)
+@pytest.fixture(scope="module", params=of_each_kind(SPREAD, 0))
 def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
     with num_threads(1), LLM(folder, **OPTIONS, **SPREAD[request.param]) as made:
         yield made
@@ -87,10 +88,15 @@ def assert_is_error(output: Any) -> None:
     assert "bfloat16" in output.stop_reason
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 5, "logprobs": 2}], ids=str)
+DRAWN = [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 5, "logprobs": 2}]
+
+
+@pytest.mark.parametrize(
+    ("llm", "settings"), of_each_kind(product(SPREAD, DRAWN), 0, 1, 2, 3, 6, 9), ids=str, indirect=["llm"]
+)
 def test_a_prompt_ends_alone(llm: LLM, settings: dict[str, Any]) -> None:
     """The first token is missing. The others have the tokens that they have without it, in blocks that it had."""
-    params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, **settings)
+    params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True, **settings)
     expected = [output.token_ids for output in run(llm, GOOD, params)]
     for _ in range(2):
         first, bad, *others = run(llm, [GOOD[0], [BAD] * 40, *GOOD[1:]], params)
@@ -102,18 +108,19 @@ def test_a_prompt_ends_alone(llm: LLM, settings: dict[str, Any]) -> None:
         llm.reset_prefix_cache()
 
 
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 1, "kept_tokens": True},
+    {"repetition_penalty": 1.1},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"n": 3, "temperature": 0.5},
+    {"min_tokens": 5},
+    {"prompt_logprobs": 0},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"logprobs": 1, "kept_tokens": True},
-        {"repetition_penalty": 1.1},
-        {"temperature": 1.0, "top_p": 0.5},
-        {"n": 3, "temperature": 0.5},
-        {"min_tokens": 5},
-        {"prompt_logprobs": 0},
-    ],
-    ids=str,
+    ("llm", "settings"), of_each_kind(product(SPREAD, ASKED), *range(8), 14, 21), ids=str, indirect=["llm"]
 )
 def test_tokens_before_the_fault_stay(llm: LLM, settings: dict[str, Any]) -> None:
     params = SamplingParams(**{**FORCED, "max_tokens": 20, **settings})

@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Oracle, alive, assert_close, assert_equal, different_settings, greedy, wait_until, whole_only
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError
@@ -93,8 +95,8 @@ ModelRunner.run = run
 
 if __name__ == "__main__":
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    prompts = [[30 + i] for i in range(40)]
-    params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+    prompts = [[30 + i] for i in range(20)]
+    params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     with LLM(BUNDLED_MODEL, **options) as one:
         expected = one.generate(prompts, params, use_tqdm=False)
     with LLM(BUNDLED_MODEL, data_parallel_size=2, max_num_seqs=16, worker_timeout=5.0, **options) as two:
@@ -127,10 +129,10 @@ def two(device: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def many(device: str) -> Iterator[LLM]:
-    """Eight replicas, some of which are dead when the tests have come to an end."""
-    if device == "cuda" and torch.cuda.device_count() < 8:
-        pytest.skip(f"needs 8 CUDA devices, found {torch.cuda.device_count()}")
-    with make(device=device, data_parallel_size=8, max_num_seqs=4, worker_timeout=5.0) as llm:
+    """Seven replicas, some of which are dead when the tests have come to an end."""
+    if device == "cuda" and torch.cuda.device_count() < 7:
+        pytest.skip(f"needs 7 CUDA devices, found {torch.cuda.device_count()}")
+    with make(device=device, data_parallel_size=7, max_num_seqs=4, worker_timeout=5.0) as llm:
         yield llm
 
 
@@ -149,8 +151,9 @@ class TestSameAsOne:
     """What replicas return is what one engine returns."""
 
     def test_mixed_settings(self, one: LLM, two: LLM, mixed_prompts: list[list[int]]) -> None:
-        params = different_settings(len(mixed_prompts))
-        assert_equal(two.generate(mixed_prompts, params, use_tqdm=False), one.generate(mixed_prompts, params, False))
+        prompts = mixed_prompts[::2]
+        params = different_settings(len(prompts))
+        assert_equal(two.generate(prompts, params, use_tqdm=False), one.generate(prompts, params, False))
 
     def test_the_memory_of_one_of_them(self, one: LLM, two: LLM, device: str) -> None:
         if device == "cpu":  # on a GPU, other processes count
@@ -242,11 +245,11 @@ class TestSameAsOne:
 
 def test_a_batch_file(tmp_path: Path) -> None:
     """The job reads ahead for all replicas, and its report counts the rows of all."""
-    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {i}, "token_ids": [{30 + i}, 31]}}\n' for i in range(60)))
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {i}, "token_ids": [{30 + i}, 31]}}\n' for i in range(24)))
 
     def results(name: str, **options: Any) -> dict[int, list[int]]:
         out = tmp_path / name
-        assert run(tmp_path / "in.jsonl", out, BUNDLED_MODEL, **OPTIONS, max_tokens=6, **options) == Summary(60, 0)
+        assert run(tmp_path / "in.jsonl", out, BUNDLED_MODEL, **OPTIONS, max_tokens=6, **options) == Summary(24, 0)
         return {row["id"]: row["token_ids"] for row in map(json.loads, out.read_text().splitlines())}
 
     page = tmp_path / "report.html"
@@ -274,7 +277,7 @@ class TestChanges:
     """What else an LLM can do."""
 
     def test_abort_ends_what_runs_and_what_waits(self, two: LLM) -> None:
-        ids = [two.add_request([30 + i % 50], LONG) for i in range(60)]
+        ids = [two.add_request([30 + i % 50], greedy(100, ignore_eos=True)) for i in range(60)]
         two.step()
         for id in ids[1:]:
             two.abort(id)
@@ -363,17 +366,27 @@ class TestDeaths:
     """Replicas that die or hang, one after another, until none is left."""
 
     @pytest.mark.whole
-    def test_eight_replicas_keep_order_and_lose_nothing(self, many: LLM, one: LLM) -> None:
+    def test_seven_replicas_keep_order_and_lose_nothing(self, many: LLM, one: LLM) -> None:
         prompts = [[30 + i % 100, 31 + i // 100] for i in range(500)]
         outputs = many.generate(prompts, greedy(3), use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == prompts
         assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(3), use_tqdm=False))
 
-    def test_one_that_is_killed(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
-        params = SamplingParams(max_tokens=60, seed=5, n=2, ignore_eos=True)
-        prompts = [[30 + i] for i in range(40)]
+    def test_one_that_raises(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
+        prompts = [[30 + i] for i in range(14)]
         victim = many.engine.ready[0]
-        threading.Timer(0.3, os.kill, (many.engine.pids[victim], signal.SIGKILL)).start()
+        many.engine._processes[victim].send("no_such_method")
+        with caplog.at_level(logging.WARNING, logger="nanoinfer"):
+            outputs = many.generate(prompts, greedy(5), use_tqdm=False)
+        assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(5), use_tqdm=False))
+        assert victim not in many.engine.ready
+        assert re.search(f"replica {victim} died: AttributeError: .*no_such_method", caplog.text)
+
+    def test_one_that_is_killed(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
+        params = SamplingParams(max_tokens=30, seed=5, n=2, ignore_eos=True)
+        prompts = [[30 + i] for i in range(12)]
+        victim = many.engine.ready[0]
+        strike(many, victim, signal.SIGKILL)
         with caplog.at_level(logging.WARNING, logger="nanoinfer"):
             outputs = many.generate(prompts, params, use_tqdm=False)
         assert_equal(outputs, one.generate(prompts, params, use_tqdm=False))
@@ -383,7 +396,7 @@ class TestDeaths:
 
     def test_a_stream_goes_on_where_it_was(self, many: LLM, one: LLM) -> None:
         prompts = ["ROMEO:\n", "JULIET:\n", "GLOUCESTER:\nNow is"]
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         expected = one.generate(prompts, params, use_tqdm=False)
         texts, tokens = [""] * 3, [0] * 3
         for count, new in enumerate(many.stream(prompts, params)):
@@ -392,15 +405,15 @@ class TestDeaths:
             if count == 20:
                 os.kill(many.engine.pids[busy(many)[0]], signal.SIGKILL)
         assert texts == [output.text for output in expected]
-        assert tokens == [200] * 3
+        assert tokens == [60] * 3
 
     def test_one_that_hangs(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
-        prompts = [[30 + i] for i in range(40)]
+        prompts = [[30 + i] for i in range(20)]
         victim = many.engine.ready[0]
-        threading.Timer(0.3, os.kill, (many.engine.pids[victim], signal.SIGSTOP)).start()
+        strike(many, victim, signal.SIGSTOP)
         with caplog.at_level(logging.WARNING, logger="nanoinfer"):
-            outputs = many.generate(prompts, greedy(60), use_tqdm=False)
-        assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(60), use_tqdm=False))
+            outputs = many.generate(prompts, greedy(30), use_tqdm=False)
+        assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(30), use_tqdm=False))
         assert f"replica {victim} hangs: no sign of life for 5 s (worker_timeout)" in caplog.text
 
     def test_a_request_that_sees_two_die_is_given_up(self, many: LLM, oracle: Oracle) -> None:
@@ -479,8 +492,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("device", "fault"),
     [
-        ("cpu", "error"),
-        *whole_only([("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
+        *whole_only([("cpu", "error"), ("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
         *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS if fault != "rank"),
     ],
 )
@@ -514,6 +526,17 @@ def test_a_step_that_hangs_is_found_and_a_pause_of_the_process_is_not() -> None:
     assert beats([7] * enough)
 
 
+def strike(llm: LLM, victim: int, sent: signal.Signals) -> None:
+    """Let a replica get a signal when it has told of a step."""
+
+    def look(step: StepResult) -> None:
+        if step.replica == victim:
+            llm.engine.on_step = None
+            os.kill(llm.engine.pids[victim], sent)
+
+    llm.engine.on_step = look
+
+
 def busy(llm: LLM) -> list[int]:
     """Return the replicas that hold samples."""
     return [index for index in llm.engine.ready if llm._requests._sharing.num_held(index)]
@@ -528,9 +551,28 @@ def wait_for_step(llm: LLM) -> None:
     llm.engine.on_step = None
 
 
+def make_and_die(pipe: Connection) -> None:
+    """Tell the replicas' process ids, and be killed."""
+    llm = make(device="cpu", data_parallel_size=2)
+    pipe.send(list(llm.engine.pids.values()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class TestEnds:
     """Nothing stays behind."""
 
+    def test_replicas_end_with_a_killed_parent(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        parent = context.Process(target=make_and_die, args=(theirs,))
+        parent.start()
+        pids = ours.recv()
+        parent.join()
+        assert parent.exitcode == -signal.SIGKILL
+        assert len(pids) == 2
+        assert wait_until(lambda: not any(map(alive, pids)))
+
+    @pytest.mark.whole
     def test_a_killed_parent_leaves_nothing(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"
         script.write_text(
@@ -596,14 +638,12 @@ class TestRefused:
             make(data_parallel_size=2, max_num_seqs=50_000_000)
 
     def test_a_group_of_processes(self) -> None:
-        script = (
-            "import torch.distributed as dist\n"
-            "from nanoinfer import LLM, BUNDLED_MODEL\n"
-            "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
-            "LLM(BUNDLED_MODEL, data_parallel_size=2, tensor_parallel_group=dist.group.WORLD)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        assert "data_parallel_size=2: must be 1 with tensor_parallel_group" in done.stderr
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(ValueError, match="data_parallel_size=2: must be 1 with tensor_parallel_group"):
+                make(data_parallel_size=2, tensor_parallel_group=dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy, whole_only
+from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy, of_each_kind, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -211,7 +211,7 @@ class TestAgainstTransformers:
         ids=str,
     )
     def test_greedy(self, ours: dict, theirs: dict, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
-        prompts = [[30, 31], [324, 16], [1112, 333, 1192]]
+        prompts = [[30, 31], [1112, 333, 1192]]
         expected = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -219,7 +219,9 @@ class TestAgainstTransformers:
             expected.append(out[0, len(prompt) :].tolist())
         assert token_ids(make_llm(), prompts, greedy(32, **ours)) == expected
 
-    @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"tensor_parallel_size": 2}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{}, {"max_num_batched_tokens": 7}, *whole_only([{"tensor_parallel_size": 2}])], ids=str
+    )
     def test_logprobs(self, options: dict, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         llm = make_llm(device="cpu", kvcache_block_size=16, **options)
         prompt = oracle.greedy([30, 31], 40, ignore_eos=True)
@@ -317,7 +319,7 @@ class TestSamples:
         assert len(output["samples"]) == 8
         assert {key: output[key] for key in output["samples"][0]} == output["samples"][0]
 
-    @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 3}, {"tensor_parallel_size": 2}], ids=str)
+    @pytest.mark.parametrize("options", [{}, *whole_only([{"max_num_seqs": 3}]), {"tensor_parallel_size": 2}], ids=str)
     def test_each_sample_is_what_a_request_of_its_seed_is(self, options: dict, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", kvcache_block_size=16, **options)
         settings = {"temperature": 1.0, "max_tokens": 12, "top_p": 0.9}
@@ -341,7 +343,7 @@ class TestSamples:
             return sum(entry.callcount for entry in profile.getstats())
 
         work(64)
-        assert work(1600) < 4.5 * work(400)
+        assert work(800) < 4.5 * work(200)
 
     def test_the_prompts_logprobs_are_computed_once(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(max_num_seqs=2, kvcache_block_size=16)
@@ -387,7 +389,7 @@ class TestSeeds:
         assert among[100] == token_ids(llm, [[30, 31]], mine)[0]
 
 
-@pytest.mark.parametrize("stop", ["the", " fri", "e th", "\n"])
+@pytest.mark.parametrize("stop", of_each_kind(["the", " fri", "e th", "\n"], 0, 2))
 def test_stop_strings_end_where_transformers_ends(stop: str, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
     llm = make_llm()
     prompt = llm.tokenizer.encode("ROMEO:\nBut, soft!")

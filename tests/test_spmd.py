@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, build
-from conftest import Oracle, assert_equal, different_settings, greedy, safetensors_of
+from conftest import Oracle, assert_equal, different_settings, greedy, safetensors_of, whole_only
 from safetensors.torch import load_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
@@ -171,7 +171,7 @@ def tokens_of(outputs: list[dict[str, Any]]) -> list[list[int]]:
 def prompts(oracle: Oracle) -> list[list[int]]:
     """Passages of the text that the bundled model knows."""
     text = oracle.greedy([30, 31], 200, ignore_eos=True)
-    return [text[start : start + length] for start in (0, 20, 40) for length in (1, 15, 16, 17, 150)]
+    return [text[start : start + length] for start in (0, 20) for length in (1, 15, 16, 17, 150)]
 
 
 class TestRanksThatAreCalledAlike:
@@ -327,13 +327,20 @@ class TestRanksThatAreCalledOtherwise:
         [
             ("options", "rank 0 has max_num_seqs: 1; rank 1 has max_num_seqs: 2"),
             ("prompts", r"rank 0 has prompt: \[31\]; rank 1 has prompt: \[32\]"),
-            ("a prompt more", r"rank 0 has step: 1, \[\]; rank 1 has prompt: \[30\]"),
-            ("settings", r"rank 0 has settings: .*max_tokens=8.*; rank 1 has settings: .*max_tokens=9"),
             ("a bad prompt", r"rank 0 has error: ValueError\('prompts\[0\] is empty.*; rank 1 has prompt: \[30\]"),
             ("methods", r"rank 0 has update_weights: 'recompute', False; rank 1 has prompt: \[30\]"),
-            ("fates", r"rank 0 has update_weights: 'keep', False; rank 1 has update_weights: 'recompute', False"),
-            ("levels", r"rank 0 has sleep: True; rank 1 has error: ValueError\('level=3: must be"),
             ("tensors", "rank 0 has tensor: .*; rank 1 has error: ValueError"),
+            *whole_only(
+                [
+                    ("a prompt more", r"rank 0 has step: 1, \[\]; rank 1 has prompt: \[30\]"),
+                    ("settings", r"rank 0 has settings: .*max_tokens=8.*; rank 1 has settings: .*max_tokens=9"),
+                    (
+                        "fates",
+                        r"rank 0 has update_weights: 'keep', False; rank 1 has update_weights: 'recompute', False",
+                    ),
+                    ("levels", r"rank 0 has sleep: True; rank 1 has error: ValueError\('level=3: must be"),
+                ]
+            ),
         ],
     )
     def test_all_are_told_so(self, way: str, message: str, trainer: Trainer) -> None:
@@ -370,7 +377,7 @@ def leave_nothing() -> None:
     """Close LLMs, and let others fail."""
     default, groups, before = dist.group.WORLD, dict(dist.distributed_c10d._world.pg_map), None
     num_threads = torch.get_num_threads()
-    for _ in range(3):
+    for _ in range(2):
         with make() as llm:
             llm.generate([[30]], greedy(2), use_tqdm=False)
         with make() as llm:
@@ -468,7 +475,7 @@ def test_a_rank_that_hangs_or_dies_is_not_waited_for(
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob(f"{sent.name}*"))) < RANKS and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(1)
+        time.sleep(0.3)
         begin = time.monotonic()
         os.kill(trainer.processes[-1].pid, sent)
         kind, message, _ = trainer.result(0)

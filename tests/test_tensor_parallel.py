@@ -104,11 +104,11 @@ class TestTwoRanks:
         options = {"device": "cpu", "tensor_parallel_size": 2, "kvcache_block_size": 16}
         llm = make_llm(**options)
         assert 2.7e6 * 4 / 2 < llm.memory.used < 2.8e6 * 4 / 2 + (1 << 20)  # its share of the parameters, and a table
-        assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
-        assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+        for _ in range(2):
+            assert token_ids(llm, mixed_prompts[:9], greedy()) == mixed_expected[:9]
         llm.close()
-        tight = make_llm(**options, max_model_len=340, num_kvcache_blocks=48, max_num_batched_tokens=64)
-        assert token_ids(tight, mixed_prompts, greedy()) == mixed_expected
+        tight = make_llm(**options, max_model_len=340, num_kvcache_blocks=24, max_num_batched_tokens=64)
+        assert token_ids(tight, mixed_prompts[:20], greedy()) == mixed_expected[:20]
         assert tight.engine.scheduler.num_preemptions > 0
 
     def test_an_untied_model_whose_vocabulary_does_not_divide(
@@ -193,6 +193,7 @@ class TestTwoRanks:
         with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
             LLM(str(tmp_path / "m"), device="cpu", tensor_parallel_size=2)
 
+    @pytest.mark.whole
     def test_a_script_without_the_main_guard_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "unguarded.py"
         script.write_text(
@@ -248,16 +249,16 @@ class TestTwoRanks:
         script.write_text(
             "import os, signal\n"
             "from nanoinfer import LLM, BUNDLED_MODEL\n"
-            "from test_tensor_parallel import shared_names\n"
             "if __name__ == '__main__':\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2, num_kvcache_blocks=8)\n"
             "    workers = llm.engine.ranks.workers\n"
-            "    print(workers.processes[0].pid, *shared_names(workers), flush=True)\n"
+            "    sender, (semaphore,) = workers.sender, workers.sender.semaphores\n"
+            "    names = sender.memory.name, 'sem.' + semaphore._semlock.name.lstrip('/')\n"
+            "    print(workers.processes[0].pid, *names, flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         done = subprocess.run(
             [sys.executable, str(script)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
             capture_output=True,
             text=True,
             timeout=120,
@@ -267,7 +268,7 @@ class TestTwoRanks:
         pid, *names = done.stdout.split()
         assert len(names) == 2
         assert wait_until(lambda: not alive(int(pid)))
-        assert wait_until(lambda: not any(Path(name).exists() for name in names))
+        assert wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
@@ -327,8 +328,15 @@ class TestInterrupts:
 
     @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
     @pytest.mark.parametrize("way", [generate, *whole_only([stream, step])])
+    @pytest.mark.parametrize("moments", [(0.02, 0.1), *whole_only([pytest.param((0.0, 0.25, 0.5))])], ids=str)
     def test_interrupted_at_any_moment_the_ranks_go_on(
-        self, way: Way, prompt_len: int, max_tokens: int, make_two: Callable[..., LLM], oracle: Oracle
+        self,
+        moments: tuple[float, ...],
+        way: Way,
+        prompt_len: int,
+        max_tokens: int,
+        make_two: Callable[..., LLM],
+        oracle: Oracle,
     ) -> None:
         llm = make_two(max_num_batched_tokens=512)
         pids = [os.getpid(), *Remains.of(llm).pids]
@@ -339,7 +347,7 @@ class TestInterrupts:
             interrupt_after(seconds, *pids)
             way(llm, prompts, params)
 
-        for seconds in (0.0, 0.02, 0.1, 0.25, 0.5):
+        for seconds in moments:
             with pytest.raises(KeyboardInterrupt):
                 interrupt(seconds)
             assert not llm.has_unfinished_requests()
@@ -698,7 +706,7 @@ def note_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class TestGPUs:
     """Float32 tokens equal those of one rank, through inboxes, NCCL and graphs."""
 
-    @pytest.mark.parametrize("enforce_eager", [False, True])
+    @pytest.mark.parametrize("enforce_eager", [False, *whole_only([True])])
     def test_fresh_then_prefix_cached_then_chunked_and_preempted(
         self,
         ranks: int,
