@@ -231,13 +231,14 @@ def test_behind_a_cuda_error_pinned_memory_stays(
     assert warning == "the memory of cpu comes back when this process ends, because of CUDA error: something"
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
 @pytest.mark.parametrize(
-    ("ranks", "failing"),
+    ("when", "ranks", "failing"),
     [
-        pytest.param(1, 0, marks=pytest.mark.gpu),
-        pytest.param(2, 0, marks=pytest.mark.multi_gpu),
-        pytest.param(2, 1, marks=pytest.mark.multi_gpu),
+        pytest.param("before", 1, 0, marks=pytest.mark.gpu),
+        pytest.param("during", 1, 0, marks=pytest.mark.gpu),
+        pytest.param("during", 2, 0, marks=pytest.mark.multi_gpu),
+        pytest.param("during", 2, 1, marks=pytest.mark.multi_gpu),
+        *whole_only(pytest.param("before", 2, failing, marks=pytest.mark.multi_gpu) for failing in (0, 1)),
     ],
 )
 def test_a_cuda_error_reaches_the_script_and_the_script_goes_on(

@@ -512,7 +512,7 @@ class TestNeverHalfNew:
         broken = 0
         for number in range(first, 21, 3):
             with pytest.raises(KeyboardInterrupt):
-                self.update_interrupted(llm, other, seconds * number / 16)
+                self.update_interrupted(llm, other, seconds * number / 14)
             try:
                 llm.engine.check_ready()
             except RuntimeError:
