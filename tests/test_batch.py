@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from cases.tuned import Tuned
+from conftest import whole_only
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
@@ -402,12 +403,15 @@ class TestBadLines:
             run(file, tmp_path / "other", "no model", max_errors=2)
 
 
-@pytest.fixture(params=["", ".gz", ".zst"], ids=["plain", "gzip", "zstd"])
+OUTPUTS = {"plain": "", "gzip": ".gz", "zstd": ".zst"}
+
+
+@pytest.fixture(params=OUTPUTS)
 def output(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An output that is not there yet, of each kind."""
-    if request.param == ".zst":
+    if request.param == "zstd":
         pytest.importorskip("zstandard", reason="needs zstandard: pip install -e '.[zstd]'")
-    return tmp_path / f"out.jsonl{request.param}"
+    return tmp_path / f"out.jsonl{OUTPUTS[request.param]}"
 
 
 def lines_of(file: Path) -> list[bytes]:
@@ -487,25 +491,39 @@ class TestResume:
         assert ids == [f"line {i}" for i in range(300)]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The lines of a job that nothing happens to."""
+    folder = tmp_path_factory.mktemp("expected")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "LLM", NullLLM)
+        run(many(folder / "in", 2000), folder / "out.jsonl", "m")
+    return sorted(lines_of(folder / "out.jsonl"))
+
+
 class TestWhateverHappens:
     """After each of these, the same command gives the very lines that it gives alone."""
 
-    @pytest.fixture
-    def expected(self, tmp_path: Path, null: None) -> list[bytes]:
-        run(many(tmp_path / "in", 2000), tmp_path / "expected.jsonl", "m")
-        return sorted(lines_of(tmp_path / "expected.jsonl"))
+    @pytest.fixture(autouse=True)
+    def without_a_model(self, null: None) -> None:
+        """The processes that tests start have none either."""
 
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return many(tmp_path / "in", 2000)
+
+    @pytest.mark.parametrize("seed", [1, *whole_only(range(2, 6))])
     def test_kill_9_at_random_moments(
-        self, output: Path, expected: list[bytes], tmp_path: Path, is_whole: bool
+        self, seed: int, output: Path, file: Path, expected: list[bytes], tmp_path: Path
     ) -> None:
-        begin, process = time.monotonic(), start(tmp_path / "in", output)
+        begin, process = time.monotonic(), start(file, output)
         process.join()
         seconds = time.monotonic() - begin
         assert sorted(lines_of(output)) == expected
         output.unlink()
-        kills, chance = 0, random.Random(5)
-        while kills < (30 if is_whole else 6):
-            process = start(tmp_path / "in", output)
+        kills, chance = 0, random.Random(seed)
+        while kills < 2:
+            process = start(file, output)
             process.join(chance.uniform(0, seconds))
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
@@ -515,17 +533,25 @@ class TestWhateverHappens:
                 assert process.exitcode == 1  # some lines have errors
                 assert sorted(lines_of(output)) == expected
                 output.unlink()
-        run(tmp_path / "in", output, "m")
+        run(file, output, "m")
         assert sorted(lines_of(output)) == expected
         assert not list(tmp_path.glob("*.part"))
 
-    @pytest.mark.parametrize("most", [1000, 20_000, 50_001])
+    @pytest.mark.parametrize(
+        ("output", "most"),
+        [
+            *((kind, 20_000) for kind in OUTPUTS),
+            *(("plain", most) for most in (1000, 50_001)),
+            *whole_only((kind, most) for kind in ("gzip", "zstd") for most in (1000, 50_001)),
+        ],
+        indirect=["output"],
+    )
     def test_a_full_disk(
-        self, most: int, output: Path, expected: list[bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, most: int, output: Path, file: Path, expected: list[bytes], capfd: pytest.CaptureFixture[str]
     ) -> None:
         """A file may have so many bytes, and the rest of a write fails as on a full disk."""
         limits = (most, most)
-        process = start(tmp_path / "in", output, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+        process = start(file, output, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
         process.join()
         said = capfd.readouterr().err.splitlines()[-1]
         assert f"{output}" in said
@@ -534,22 +560,30 @@ class TestWhateverHappens:
         assert said.endswith("all lines in it are whole; run the same command again to go on")
         if output.suffix == ".jsonl":
             assert set(lines_of(output)) < set(expected)
-        run(tmp_path / "in", output, "m")
+        run(file, output, "m")
         assert sorted(lines_of(output)) == expected
 
-    @pytest.mark.parametrize("order", [(), ("--keep-order",)], ids=["", "ordered"])
+    @pytest.mark.parametrize(
+        ("output", "order"),
+        [
+            *((kind, "") for kind in OUTPUTS),
+            ("plain", "--keep-order"),
+            *whole_only((kind, "--keep-order") for kind in ("gzip", "zstd")),
+        ],
+        indirect=["output"],
+    )
     def test_ctrl_c(
         self,
-        order: tuple[str, ...],
+        order: str,
         output: Path,
+        file: Path,
         expected: list[bytes],
-        tmp_path: Path,
         capfd: pytest.CaptureFixture[str],
     ) -> None:
         def slow_down() -> None:
             NullLLM.step_seconds = 0.005
 
-        process = start(tmp_path / "in", output, *order, before=slow_down)
+        process = start(file, output, *order.split(), before=slow_down)
         while not output.exists() or output.stat().st_size < 1000:
             time.sleep(0.001)
         os.kill(process.pid, signal.SIGINT)
@@ -560,7 +594,7 @@ class TestWhateverHappens:
         assert re.fullmatch(
             r"nanoinfer-batch: interrupted: \d+ lines have results; run the same command again to go on", said
         )
-        run(tmp_path / "in", output, "m")
+        run(file, output, "m")
         assert sorted(lines_of(output)) == expected
 
     @pytest.mark.parametrize("stderr", ["closed", "full"])

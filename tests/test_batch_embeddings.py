@@ -111,6 +111,7 @@ def ray() -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.mark.whole  # a cluster takes seconds to start
 def test_ray_has_a_column_of_embeddings(ray: Any, expected: np.ndarray) -> None:
     from nanoinfer.integrations.ray_embeddings import build
 

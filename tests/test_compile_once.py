@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,15 +52,7 @@ for block in (64, 128, 256):
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
 print(json.dumps(found))
 """
-HOLD = """
-import time
-from nanoinfer.process.compile_once import OneCompiles
-
-manager = OneCompiles("kernel")
-assert manager.get_group("it.json") is None
-print("holds", flush=True)
-time.sleep(60)
-"""
+FORK = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import torch
 
 
 @pytest.fixture(autouse=True)
@@ -127,12 +121,21 @@ def test_when_the_compiler_fails_the_next_one_tries() -> None:
     assert got == [None]
 
 
-def test_when_the_one_that_compiles_is_killed_the_next_one_does(folder: Path) -> None:
-    with start(HOLD, folder) as process:
-        assert process.stdout.readline() == "holds\n"
-        thread, got = waiting()
-        assert thread.is_alive()
-        process.kill()
+def test_when_the_one_that_compiles_is_killed_the_next_one_does() -> None:
+    told, tell = FORK.Pipe(duplex=False)
+
+    def hold() -> None:
+        manager = OneCompiles("kernel")
+        tell.send(manager.get_group("it.json"))
+        time.sleep(60)
+
+    process = FORK.Process(target=hold)
+    process.start()
+    assert told.recv() is None
+    thread, got = waiting()
+    assert thread.is_alive()
+    process.kill()
+    process.join()
     thread.join(5)
     assert got == [None]
 

@@ -8,6 +8,7 @@ plays one round, which its name repeats: `pytest "tests/test_fuzz.py::test_token
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import torch
 from cases import LONGROPE, Case, build
 from cases.drafters import Babbler
 from cases.states import DELTA
-from conftest import CollidingTree
+from conftest import CollidingTree, whole_only
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
@@ -34,8 +35,9 @@ TOLERANCE = 1e-4  # between logits of float32 that are added up in other orders
 VOCAB = 160
 ENDS = [1, 2, 3]  # end-of-sequence tokens
 LONG_FROM = 42
-ROUND = 32  # requests in a round
-BITS_ROUND = 6  # requests in a round whose tokens are computed one by one
+USUAL = 500  # requests if --fuzz does not say how many
+ROUND = 16  # requests in a round
+BITS_ROUND = 3  # requests in a round whose tokens are computed one by one
 BEAMS_ROUND = 4  # calls in a round of beam searches
 SEEDS_APART = 0xA0761D6478BD642F  # those of a request's samples
 PHI3_LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": LONG_FROM, "hidden_size": 64}
@@ -96,12 +98,17 @@ WITHOUT_STATES = [name for name, subject in SUBJECTS.items() if not subject.case
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make as many rounds as --fuzz asks for, of each model in turn."""
+    """Make as many rounds as --fuzz asks for, of each model in turn. Without it, two thirds run with --whole alone."""
     total = metafunc.config.getoption("fuzz")
-    counts = {"test_tokens": total // ROUND, "test_bits": total // 120, "test_beams": total // 60}
+    counts = {"test_tokens": total // ROUND, "test_bits": total // 60, "test_beams": total // 60}
     names = list(SUBJECTS) if metafunc.function is test_tokens else WITHOUT_STATES
     rounds = [(names[i % len(names)], i // len(names)) for i in range(max(1, counts[metafunc.function.__name__]))]
-    metafunc.parametrize(("name", "number"), rounds, ids=[f"{name}-{number}" for name, number in rounds])
+    plain = math.ceil(len(rounds) / 3) if total == USUAL else len(rounds)
+    metafunc.parametrize(
+        ("name", "number"),
+        [*rounds[:plain], *whole_only(rounds[plain:])],
+        ids=[f"{name}-{number}" for name, number in rounds],
+    )
 
 
 @dataclass

@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 import test_scheduler
 from cases import CASES, build
-from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until
+from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from test_lifecycle import Interrupt
-from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
+from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, operate, seldom
 from test_scheduler import ENGINES, Content, Device, a_request, serve_random_requests
 from test_tensor_parallel import Remains
 from test_weights import weights_of
@@ -249,24 +249,24 @@ class OperationsWithHost(RandomOperations):
         assert slots == set(range(self.num_host_slots))
 
 
-def machine(**options: object) -> type:
-    """Return a test of the operations with other options."""
-    kind = type("Operations", (OperationsWithHost,), options)
-    test = kind.TestCase
-    test.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
-    return test
+MACHINES = {
+    "full": {"layout": alike(BLOCK)},
+    "one slot": {"layout": alike(BLOCK), "num_host_slots": 1},
+    "few slots": {"layout": alike(BLOCK), "num_host_slots": 5, "per_step": 14},
+    "many slots": {"layout": alike(BLOCK), "num_host_slots": 40, "per_step": 40},
+    "window": {"layout": alike(BLOCK, window=6)},
+    "mixed": {"layout": MIXED, "num_blocks": 24, "num_host_slots": 40, "per_step": 8},
+    "three": {"layout": THREE, "num_blocks": 30, "num_host_slots": 50, "per_step": 8},
+    "only windows": {"layout": ONLY_WINDOWS, "num_blocks": 16},
+    "mixed, states": {"layout": MIXED, "num_blocks": 24, "num_slots": 5, "num_host_slots": 40},
+    "colliding": {"layout": alike(BLOCK), "manager_kind": CollidingBlockManager},
+}
 
 
-TestFull = machine(layout=alike(BLOCK))
-TestOneSlot = machine(layout=alike(BLOCK), num_host_slots=1)
-TestFewSlots = machine(layout=alike(BLOCK), num_host_slots=5, per_step=14)
-TestManySlots = machine(layout=alike(BLOCK), num_host_slots=40, per_step=40)
-TestWindow = machine(layout=alike(BLOCK, window=6))
-TestMixed = machine(layout=MIXED, num_blocks=24, num_host_slots=40, per_step=8)
-TestThree = machine(layout=THREE, num_blocks=30, num_host_slots=50, per_step=8)
-TestOnlyWindows = machine(layout=ONLY_WINDOWS, num_blocks=16)
-TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=5, num_host_slots=40)
-TestColliding = machine(layout=alike(BLOCK), manager_kind=CollidingBlockManager)
+@pytest.mark.parametrize("examples", [14, *whole_only([26])])
+@pytest.mark.parametrize("name", MACHINES)
+def test_random_operations(name: str, examples: int) -> None:
+    operate(OperationsWithHost, examples, **MACHINES[name])
 
 
 class DeviceWithHost(Device):
@@ -308,8 +308,9 @@ class RowMapWithHost(RowMap):
         return message, seqs
 
 
+@pytest.mark.parametrize("turn", [1, *whole_only([2, 3])])
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     requests=st.lists(
         a_request(shortest=4),
@@ -322,9 +323,9 @@ class RowMapWithHost(RowMap):
     **ENGINES,
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, num_slots, per_step, arrivals
+    depth, turn, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, num_slots, per_step, arrivals
 ) -> None:
-    """The random requests of test_scheduler.py, whose blocks come back from host memory."""
+    """The random requests of test_scheduler.py, whose blocks come back from host memory. Each turn draws others."""
     layout = layout_of(*groups)
     blocks = layout.blocks_of(40) + spare  # the longest sequence fits
     manager = with_tier(blocks, layout, num_slots=num_slots, per_step=per_step, kind=kind)
@@ -518,13 +519,13 @@ class TestScheduled:
 SMALL = {
     "device": "cpu",
     "kvcache_block_size": 16,
-    "num_kvcache_blocks": 20,
-    "max_model_len": 140,
-    "max_num_batched_tokens": 100,
+    "num_kvcache_blocks": 9,
+    "max_model_len": 80,
+    "max_num_batched_tokens": 60,
 }
 OPTIONS = {**SMALL, "kv_offload_gib": 0.05}
-PROMPTS = [[30 + 7 * i, 31 + 5 * i, 40 + i] * 30 for i in range(10)]  # 90 tokens each, of which 80 fill blocks
-HITS = 80 * len(PROMPTS)
+PROMPTS = [[30 + 7 * i, 31 + 5 * i, 40 + i] * 17 for i in range(7)]  # 51 tokens each, of which 48 fill blocks
+HITS = 48 * len(PROMPTS)
 
 
 def token_ids(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams | None = None) -> list[list[int]]:
@@ -560,7 +561,7 @@ class TestLLM:
             pytest.param({}, id="one rank"),
             pytest.param({"tensor_parallel_size": 2}, id="two ranks"),
             pytest.param({"data_parallel_size": 2}, id="two replicas"),
-            pytest.param({"max_num_batched_tokens": 40}, id="chunks"),
+            pytest.param({"max_num_batched_tokens": 25}, id="chunks"),
             pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
             pytest.param({"device": "cuda", "tensor_parallel_size": 2}, id="two gpus", marks=pytest.mark.multi_gpu),
         ],
@@ -569,7 +570,7 @@ class TestLLM:
         self, options: dict[str, object], expected: list[list[int]], make_llm: Callable[..., LLM]
     ) -> None:
         llm = make_llm(**{**OPTIONS, **options})
-        for _ in range(3):
+        for _ in range(2):
             assert token_ids(llm) == expected
         assert num_saved(llm) > 0
         assert num_restored(llm) > 0
@@ -609,9 +610,10 @@ class TestLLM:
 
     @pytest.mark.usefixtures("no_foresight")
     def test_a_preempted_sequence_is_not_computed_again(self, make_llm: Callable[..., LLM]) -> None:
-        params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=9)
+        params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True, seed=9)
+        prompts = [prompt[:33] for prompt in PROMPTS]
         without, llm = make_llm(**SMALL), make_llm(**OPTIONS)
-        assert token_ids(llm, params=params) == token_ids(without, params=params)
+        assert token_ids(llm, prompts, params) == token_ids(without, prompts, params)
         assert llm.stats().num_preemptions > 0
         assert num_restored(llm) > 0
         assert llm.stats().num_recomputed_tokens < without.stats().num_recomputed_tokens
@@ -679,12 +681,14 @@ class TestLLM:
         assert search(llm) == wanted
 
     def test_no_bit_depends_on_it_if_results_are_deterministic(self, make_llm: Callable[..., LLM]) -> None:
+        """The two prompts of three blocks do not fit the cache together."""
+
         def bits(llm: LLM) -> list[object]:
-            outputs = llm.generate(PROMPTS[:7], greedy(3, logprobs=2), use_tqdm=False)
+            outputs = llm.generate([prompt[:33] for prompt in PROMPTS[:2]], greedy(3, logprobs=2), use_tqdm=False)
             return [(output["token_ids"], output["logprobs"]) for output in outputs]
 
-        options = {"dtype": "bfloat16", "deterministic": True}
-        wanted, llm = bits(make_llm(**SMALL, **options)), make_llm(**OPTIONS, **options)
+        options = {"dtype": "bfloat16", "deterministic": True, "num_kvcache_blocks": 4, "max_model_len": 48}
+        wanted, llm = bits(make_llm(**{**SMALL, **options})), make_llm(**{**OPTIONS, **options})
         for _ in range(2):
             assert bits(llm) == wanted
         assert num_restored(llm) > 0
@@ -700,10 +704,12 @@ class TestLLM:
             assert token_ids(llm, prompts) == wanted
         assert num_restored(llm) > 0
 
+    @pytest.mark.parametrize("part", [0, *whole_only([1, 2])])
     @pytest.mark.usefixtures("no_foresight")
     def test_an_interrupt_at_any_line_leaves_it_usable(
-        self, expected: list[list[int]], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+        self, part: int, expected: list[list[int]], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Each part interrupts at every third of the lines that are tried."""
         monkeypatch.setattr(
             "test_lifecycle.HOST_FILES", ("host_tier.py", "prefix_cache.py", "block_manager.py", "llm_engine.py")
         )
@@ -720,7 +726,8 @@ class TestLLM:
         assert token_ids(llm) == expected
         whole = Interrupt()
         assert generate(whole) == expected
-        for line in range(1, whole.count // 2, whole.count // 40):
+        stride = whole.count // 40
+        for line in range(1 + part * stride, whole.count // 2, 3 * stride):
             with pytest.raises(KeyboardInterrupt):
                 generate(Interrupt(line))
             assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"
@@ -752,7 +759,7 @@ class TestLLM:
         self, options: dict[str, object], make_llm: Callable[..., LLM]
     ) -> None:
         llm = make_llm(**SMALL, **options)
-        token_ids(llm)
+        token_ids(llm, PROMPTS[:4])  # one more than fit the cache together
         assert llm.memory.host_blocks == num_saved(llm) == 0
         assert "in host memory" not in str(llm.memory)
 
@@ -787,14 +794,17 @@ class TestDeaths:
             pytest.param({**ON_CUDA, "tensor_parallel_size": 2}, marks=pytest.mark.multi_gpu),
         ],
     )
-    def test_ctrl_c_at_random_moments(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
-        llm, chance = make_llm(**options), random.Random(1)
+    @pytest.mark.parametrize("seed", [1, *whole_only([2, 3])])
+    def test_ctrl_c_at_random_moments(
+        self, seed: int, options: dict[str, object], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm, chance = make_llm(**options), random.Random(seed)
         manager = llm.engine.scheduler.block_manager
         expected = token_ids(llm)
         began = time.perf_counter()
         assert token_ids(llm) == expected
         seconds, num_interrupted = time.perf_counter() - began, 0
-        for _ in range(12):
+        for _ in range(4):
             timer = threading.Timer(chance.random() * seconds, os.kill, (os.getpid(), signal.SIGINT))
             try:
                 timer.start()
@@ -805,7 +815,7 @@ class TestDeaths:
                 num_interrupted += 1
             assert manager.num_free == len(manager.blocks)
             assert token_ids(llm) == expected
-        assert num_interrupted > 6
+        assert num_interrupted > 2
         assert num_restored(llm) > 0
 
     @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
@@ -819,6 +829,7 @@ class TestDeaths:
             token_ids(llm, PROMPTS * 100)
         remains.check_gone()
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
     def test_a_killed_parent_leaves_nothing(self, options: dict[str, object], tmp_path: Path) -> None:
         script = tmp_path / "killed.py"

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from conftest import CollidingBlockManager, alike, layout_of
+import pytest
+from conftest import CollidingBlockManager, alike, layout_of, whole_only
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
@@ -545,22 +546,28 @@ class RandomOperations(RuleBasedStateMachine):
             assert self.slots[node.snapshot].prefix == self.prefix_of(node)
 
 
-def machine(**options: object) -> type:
-    """Return a test of the operations with other options."""
-    kind = type("Operations", (RandomOperations,), options)
-    test = kind.TestCase
-    test.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-    return test
+MACHINES = {
+    "full": {"layout": FULL},
+    "window": {"layout": WINDOW},
+    "mixed": {"layout": MIXED, "num_blocks": 24},
+    "window of one": {"layout": WINDOW_OF_ONE, "num_blocks": 24},
+    "three": {"layout": THREE, "num_blocks": 30},
+    "only windows": {"layout": ONLY_WINDOWS, "num_blocks": 16},
+    "few states": {"layout": FULL, "num_slots": 4},
+    "states": {"layout": FULL, "num_blocks": 40, "num_slots": 24},
+    "mixed, states": {"layout": MIXED, "num_blocks": 24, "num_slots": 16},
+    "colliding": {"layout": FULL, "kind": CollidingBlockManager},
+    "mixed, colliding": {"layout": MIXED, "num_blocks": 24, "num_slots": 16, "kind": CollidingBlockManager},
+}
 
 
-TestFull = machine(layout=FULL)
-TestWindow = machine(layout=WINDOW)
-TestMixed = machine(layout=MIXED, num_blocks=24)
-TestWindowOfOne = machine(layout=WINDOW_OF_ONE, num_blocks=24)
-TestThree = machine(layout=THREE, num_blocks=30)
-TestOnlyWindows = machine(layout=ONLY_WINDOWS, num_blocks=16)
-TestFewStates = machine(layout=FULL, num_slots=4)
-TestStates = machine(layout=FULL, num_blocks=40, num_slots=24)
-TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=16)
-TestColliding = machine(layout=FULL, kind=CollidingBlockManager)
-TestMixedColliding = machine(layout=MIXED, num_blocks=24, num_slots=16, kind=CollidingBlockManager)
+def operate(operations: type[RandomOperations], examples: int, **options: object) -> None:
+    """Try so many sequences of operations with other options."""
+    kind = type("Operations", (operations,), options)
+    run_state_machine_as_test(kind, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None))
+
+
+@pytest.mark.parametrize("examples", [33, *whole_only([67])])
+@pytest.mark.parametrize("name", MACHINES)
+def test_random_operations(name: str, examples: int) -> None:
+    operate(RandomOperations, examples, **MACHINES[name])

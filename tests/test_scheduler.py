@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import pytest
-from conftest import CollidingBlockManager, alike, layout_of
+from conftest import CollidingBlockManager, alike, layout_of, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -768,8 +768,9 @@ def a_request(shortest: int) -> st.SearchStrategy:
     )
 
 
+@pytest.mark.parametrize("turn", [1, *whole_only([2, 3])])
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(
         a_request(shortest=1),
@@ -780,12 +781,12 @@ def a_request(shortest: int) -> st.SearchStrategy:
     **ENGINES,
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals
+    depth, turn, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals
 ) -> None:
     """Random requests, some with several samples, arrive and are aborted at random times. Weights and adapters change.
 
     Prompts share prefixes, and also have equal blocks after different ones. Some prompts are only scored. The device
-    sees messages alone.
+    sees messages alone. Each turn draws others.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Oracle, greedy
+from conftest import Oracle, greedy, whole_only
 from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -58,6 +58,15 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, declared)
 
 
+WANTED: list[dict[str, Any]] = [
+    {"top_n_sigma": 2.5},
+    {"top_n_sigma": 3.5, "temperature": 2.0},
+    {"even_bonus": 3.0},
+    {"even_bonus": -1.5, "top_n_sigma": 3.0},
+    {"top_n_sigma": 3.0, "top_k": 2},
+]
+
+
 @pytest.fixture(scope="module", params=["raw_logprobs", "processed_logprobs"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     options: dict[str, Any] = {"dtype": "float32", "num_kvcache_blocks": 20, "max_model_len": 256}
@@ -79,14 +88,13 @@ def definition(logits: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    ("llm", "wanted"),
     [
-        {"top_n_sigma": 2.5},
-        {"top_n_sigma": 3.5, "temperature": 2.0},
-        {"even_bonus": 3.0},
-        {"even_bonus": -1.5, "top_n_sigma": 3.0},
-        {"top_n_sigma": 3.0, "top_k": 2},
+        *(("processed_logprobs", wanted) for wanted in WANTED),
+        ("raw_logprobs", WANTED[0]),
+        *whole_only(("raw_logprobs", wanted) for wanted in WANTED[1:]),
     ],
+    indirect=["llm"],
     ids=str,
 )
 def test_what_is_declared_is_told(wanted: dict[str, Any], declared: None, llm: LLM, oracle: Oracle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import gc
 import linecache
 import os
@@ -16,7 +17,7 @@ from types import FrameType
 import pytest
 import torch
 from cases import CASES, build
-from conftest import HAS_CUDA
+from conftest import HAS_CUDA, of_each_kind
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -26,19 +27,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICES = [
     pytest.param({**OPTIONS}, id="cpu"),
-    pytest.param({**OPTIONS, "tensor_parallel_size": 2}, id="cpu, 2 ranks"),
     pytest.param({**GPU_OPTIONS}, id="gpu", marks=pytest.mark.gpu),
+    pytest.param({**OPTIONS, "tensor_parallel_size": 2}, id="cpu, 2 ranks"),
     pytest.param({**GPU_OPTIONS, "enforce_eager": True}, id="gpu, eager", marks=pytest.mark.gpu),
     pytest.param({**GPU_OPTIONS, "tensor_parallel_size": 2}, id="gpu, 2 ranks", marks=pytest.mark.multi_gpu),
 ]
+EACH = pytest.mark.parametrize("llm", DEVICES, indirect=True)
+ONE_RANK = pytest.mark.parametrize("llm", of_each_kind(DEVICES, 0, 1), indirect=True)  # the others with --whole
 SLEEPS = "this LLM sleeps.*call wake_up"
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture
 def llm(request: pytest.FixtureRequest, make_llm: Callable[..., LLM]) -> LLM:
     return make_llm(**request.param)
 
 
+@EACH
 def test_it_wakes_up_as_it_was(llm: LLM) -> None:
     before = results(llm)
     llm.sleep()
@@ -54,6 +58,7 @@ def test_it_wakes_up_as_it_was(llm: LLM) -> None:
     assert llm.weights_version == 0
 
 
+@EACH
 def test_level_2_drops_the_weights(llm: LLM) -> None:
     before = results(llm)
     llm.sleep(level=2)
@@ -64,6 +69,7 @@ def test_level_2_drops_the_weights(llm: LLM) -> None:
     assert results(llm) == before
 
 
+@EACH
 def test_new_weights_may_come_before_the_kv_cache(llm: LLM) -> None:
     before = results(llm)
     llm.sleep(level=2)
@@ -76,6 +82,7 @@ def test_new_weights_may_come_before_the_kv_cache(llm: LLM) -> None:
     assert results(llm) == before
 
 
+@ONE_RANK
 def test_every_order(llm: LLM) -> None:
     """Sleeping and waking twice, deeper and less deep, with new weights between."""
     before = results(llm)
@@ -106,6 +113,7 @@ def test_every_order(llm: LLM) -> None:
         llm.wake_up()
 
 
+@ONE_RANK
 def test_nothing_runs_while_it_sleeps(llm: LLM) -> None:
     llm.sleep()
     for compute in (
@@ -124,6 +132,7 @@ def test_nothing_runs_while_it_sleeps(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
 
+@ONE_RANK
 def test_it_forgets_what_it_has_computed(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
     prompt = list(range(40))
@@ -214,6 +223,11 @@ def test_the_cpu_gives_its_memory_back(make_llm: Callable[..., LLM]) -> None:
     assert model() is None
 
 
+@functools.cache
+def is_of_package(file: str) -> bool:
+    return "nanoinfer" in Path(file).parts
+
+
 class Signal:
     """A trace function that sends the process a SIGINT at one of the lines that it executes in the package."""
 
@@ -223,7 +237,7 @@ class Signal:
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Signal | None:
         if event == "call":
-            return self if "nanoinfer" in Path(frame.f_code.co_filename).parts else None
+            return self if is_of_package(frame.f_code.co_filename) else None
         if event == "line" and not leaves_with(frame):
             self.count += 1
             if self.count == self.line:
@@ -269,6 +283,7 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
 
 @pytest.mark.whole
 @pytest.mark.alone
+@EACH
 def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
     tensors = weights_of(BUNDLED_MODEL)
 

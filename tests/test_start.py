@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
 import os
 import re
 import shutil
@@ -61,6 +63,40 @@ if __name__ == "__main__":
         llm.generate(["To be"], SamplingParams(max_tokens=4), use_tqdm=False)
     print("done")
 """
+IMPORTS = """
+import gc, json, os, sys, threading
+
+class Noting(threading.Thread):
+    def __init__(self, target, **how):
+        if "torch" not in sys.modules:
+            begun.append(target.__name__)
+        super().__init__(target=target, **how)
+
+begun = []
+threading.Thread = Noting
+gc.disable()
+import nanoinfer.runner.worker
+found = {"begun": begun, "has own": "NANOINFER_OWN_GPU" in os.environ, "collects": gc.isenabled()}
+found["has transformers"] = "transformers" in sys.modules
+from triton import knobs
+found["compiles once"] = knobs.cache.manager_class is not None
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> Callable[[str], dict[str, Any]]:
+    """Return a function that tells what a process finds that starts as a rank and imports what ranks do."""
+
+    @functools.cache
+    def start(process: str) -> dict[str, Any]:
+        gpu = {OWN_GPU: "0"} if process == "for a GPU" else {}
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTS], env=os.environ | gpu, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return dict(json.loads(done.stdout))
+
+    return start
 
 
 @pytest.fixture(params=KINDS)
@@ -298,28 +334,14 @@ class TestGPU:
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=Start().spawn)
         assert seen == expected
 
-    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "read"]), ({}, [])])
-    def test_such_a_process_begins_while_it_imports_torch(self, gpu: dict[str, str], expected: list[str]) -> None:
-        script = """
-import os, sys, threading
-
-class Noting(threading.Thread):
-    def __init__(self, target, **how):
-        if "torch" not in sys.modules:
-            print(target.__name__)
-        super().__init__(target=target, **how)
-
-threading.Thread = Noting
-own = "NANOINFER_OWN_GPU" in os.environ
-import nanoinfer
-assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts would have it
-from triton import knobs
-assert (knobs.cache.manager_class is not None) == own
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=os.environ | gpu, check=True, stdout=subprocess.PIPE, text=True
-        )
-        assert done.stdout.split() == expected
+    @pytest.mark.parametrize(("process", "expected"), [("for a GPU", ["make", "read"]), ("for none", [])])
+    def test_such_a_process_begins_while_it_imports_torch(
+        self, process: str, expected: list[str], imported: Callable[[str], dict[str, Any]]
+    ) -> None:
+        found = imported(process)
+        assert found["begun"] == expected
+        assert not found["has own"]  # or processes that it starts would have it
+        assert found["compiles once"] == (process == "for a GPU")
 
     @pytest.mark.skipif(HAS_CUDA, reason="there is a driver")
     @pytest.mark.filterwarnings("error")
@@ -367,7 +389,11 @@ def stop() -> None:
     raise RuntimeError("stop")
 
 
-def test_imports_leave_the_collector_as_it_was() -> None:
+def test_imports_leave_the_collector_as_it_was(imported: Callable[[str], dict[str, Any]]) -> None:
     assert gc.isenabled()  # this process had it enabled when it imported nanoinfer
-    script = "import gc; gc.disable(); import nanoinfer; assert not gc.isenabled()"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert not imported("for none")["collects"]
+
+
+def test_a_rank_imports_no_transformers(imported: Callable[[str], dict[str, Any]]) -> None:
+    """Each process that starts would take a second longer, and far longer beside all that transformers looks for."""
+    assert not imported("for a GPU")["has transformers"]

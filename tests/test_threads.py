@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.runner import threads as module
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.threads import Threads, num_threads
@@ -209,25 +209,24 @@ def test_one_thread_lets_mkl_find_the_type_of_the_processor(
     assert max(others) == 256 * 32
 
 
-FORKS = """
-import os, signal, torch
-from nanoinfer import LLM, SamplingParams
-params = SamplingParams(temperature=0, max_tokens=2)
-generate = lambda: LLM("bundled", device="cpu", use_tqdm=False).generate(["ROMEO:"], params, use_tqdm=False)
-torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # starts OpenMP's threads
-torch.ones(2_000_000).exp()
-expected = generate()[0].token_ids
-if os.fork() == 0:
-    signal.alarm(40)
-    torch.set_num_threads(1)
-    os._exit(0 if generate()[0].token_ids == expected else 1)
-print(os.wait()[1])
-"""
-
-
-def test_a_forked_child_computes_with_one_thread() -> None:
+def test_a_forked_child_computes_with_one_thread(make_llm: Callable[..., LLM]) -> None:
     """As the README's limits say: OpenMP's threads do not outlive a fork."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", FORKS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "0\n"
+
+    def generate() -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        return make_llm(device="cpu").generate(["ROMEO:"], params, use_tqdm=False)[0].token_ids
+
+    with num_threads(2):
+        torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # starts OpenMP's threads
+        torch.ones(2_000_000).exp()
+        expected = generate()
+
+        def compute() -> None:
+            signal.alarm(40)
+            torch.set_num_threads(1)
+            sys.exit(generate() != expected)
+
+        process = multiprocessing.get_context("fork").Process(target=compute)
+        process.start()
+        process.join()
+        assert process.exitcode == 0

@@ -70,6 +70,7 @@ def test_no_file_has_the_locales_encoding() -> None:
     assert [(file, call.lineno) for file in SOURCES for call in opened_as_text(file.read_text("utf-8"))] == []
 
 
+@pytest.mark.whole  # the one above reads all sources in a fifth of the time
 def test_a_job_runs_where_the_locale_knows_ascii_alone(tmp_path: Path) -> None:
     """The texts of the model's files, of the job's lines and of its page are not ASCII."""
     model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")

@@ -311,7 +311,7 @@ def check_family(make_llm: Callable[..., LLM], folder: Path, name: str, **option
     if "multimodal" in name:
         others = [pair for pair in model.named_parameters() if "vision_tower" in pair[0]]
         assert llm.update_weights(others, partial=True) == llm.update_weights(iter(others), partial=True) == 2
-        assert [o.num_cached_tokens for o in llm.generate([[5, 6] * 50], greedy(1), use_tqdm=False)] == [96]
+        assert [o.num_cached_tokens for o in llm.generate([[5, 6] * 20], greedy(1), use_tqdm=False)] == [32]
 
 
 class TestTheCostOfASingleTensor:
