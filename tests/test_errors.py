@@ -589,9 +589,10 @@ class TestConfig:
             LLM(make_qwen3(**shape), tensor_parallel_size=ranks, device="cpu")
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    def test_more_blocks_than_the_memory_holds(self, device: str) -> None:
+    def test_more_blocks_than_the_memory_holds(self, device: str, make_qwen3: Callable[..., str]) -> None:
+        """16 TiB."""
         with pytest.raises(ValueError, match=r"num_kvcache_blocks=8000000: a KV cache of .* GiB does not fit"):
-            LLM(BUNDLED_MODEL, device=device, num_kvcache_blocks=8 * 10**6)
+            LLM(make_qwen3(head_dim=256), device=device, num_kvcache_blocks=8 * 10**6)
 
     def test_torchs_own_dtype(self) -> None:
         assert Config(BUNDLED_MODEL, dtype=torch.bfloat16).dtype == "bfloat16"

@@ -89,7 +89,7 @@ def test_only_equal_prefixes_are_shared_whatever_the_hashes(
     cached = []
     for kind in (BlockManager, CollidingBlockManager):
         monkeypatch.setattr("nanoinfer.engine.assembly.BlockManager", kind)
-        llm = make_llm(max_model_len=80, kvcache_block_size=16, num_kvcache_blocks=20)
+        llm = make_llm(device="cpu", max_model_len=80, kvcache_block_size=16, num_kvcache_blocks=20)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.engine.scheduler.num_preemptions > 0
         for output, tokens in zip(outputs, expected, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CASES, SHAPE, build
 from cases.corrected import CORRECTED
-from conftest import greedy, of_each_kind, whole_only
+from conftest import DEVICE, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_kernels import SHORT, assert_close, randn
 from test_loader import rank
@@ -125,6 +125,12 @@ def by_number(routes: Routes) -> Routes:
     return Routes(routes.experts.gather(1, order), routes.weights.gather(1, order))
 
 
+def routed(logits: Tensor, routing: Routing, correction: Tensor) -> Routes:
+    """Return the kernel's routes, where the logits are."""
+    routes = route_triton(logits.to(DEVICE), routing, correction.to(DEVICE))
+    return Routes(routes.experts.to(logits.device), routes.weights.to(logits.device))
+
+
 @pytest.mark.parametrize("name", [*of_each_kind(CORRECTED, 1, 2, 12, 16)])
 def test_transformers_routes_alike(name: str) -> None:
     """Corrected scores are negative, equal, far apart, or NaN."""
@@ -139,7 +145,7 @@ def test_transformers_routes_alike(name: str) -> None:
         for scale in (1.0, 30.0) if corrected else (1.0,):  # sigmoids of large logits are equal
             logits, correction = scale * numbers(14, count), (numbers(count) - 0.5) * corrected
             logits[7, 3] = float("nan")
-            ours, expected = by_number(route_triton(logits, routing, correction)), theirs.route(logits, correction)
+            ours, expected = by_number(routed(logits, routing, correction)), theirs.route(logits, correction)
             are_numbers = ~logits.isnan().any(dim=1)
             assert torch.equal(ours.experts[are_numbers], expected.experts[are_numbers])
             assert_close(ours.weights[are_numbers], expected.weights[are_numbers])
@@ -148,7 +154,7 @@ def test_transformers_routes_alike(name: str) -> None:
         if routing.groups == 1:  # among equal scores, they take any
             logits, correction = numbers(14, count).sign(), numbers(count).sign() / 4 * corrected
             scores = logits.softmax(dim=1) if routing.scoring == "softmax" else logits.sigmoid()
-            ours, expected = route_triton(logits, routing, correction), theirs.route(logits, correction)
+            ours, expected = routed(logits, routing, correction), theirs.route(logits, correction)
             chosen = [
                 (scores + correction).gather(1, routes.experts.long()).sort().values for routes in (ours, expected)
             ]

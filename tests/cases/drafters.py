@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nanoinfer.drafting.drafter import RowTexts
 
 VOCAB = 2048  # of the bundled model
-
-
-def texts_of(rows: RowTexts) -> list[list[int]]:
-    """The text of each row; an empty row's is empty."""
-    return [[] if slot < 0 else rows.tokens[slot, : int(rows.lengths[slot])].tolist() for slot in rows.slots.tolist()]
 
 
 @dataclass
@@ -42,31 +39,33 @@ class Babbler:
         self.__init__(**state)
 
 
-@dataclass
 class Prophet:
-    """Guesses what follows a text in one of those that it knows, but where it is to be wrong.
+    """Guesses what follows a text in one of those that it knows, but where it is to be wrong. A graph can record it."""
 
-    right: in the first step, in the second, and so on, over and over
-    """
-
-    known: list[list[int]]
-    right: tuple[bool, ...] = (True,)
-    _num_steps: int = field(default=0, init=False)
+    def __init__(self, known: list[list[int]], right: tuple[bool, ...] = (True,)) -> None:
+        """right: in the first step, in the second, and so on, over and over"""
+        self._known = pad_sequence([torch.tensor(text, dtype=torch.int32) for text in known], batch_first=True)
+        self._lengths = torch.tensor([len(text) for text in known])
+        self._right, self._step = torch.tensor(right), torch.tensor(0)
 
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
-        is_right = self.right[self._num_steps % len(self.right)]
-        self._num_steps += 1
-        guesses = torch.zeros((len(rows.slots), most), dtype=torch.int32)
-        for row, text in enumerate(texts_of(rows)):
-            follows = [*self._after(text), *[0] * most][:most]  # and on behind the end
-            guesses[row] = torch.tensor(follows if is_right else [token ^ 1 for token in follows])
-        return guesses, torch.full((len(rows.slots),), most, dtype=torch.int32)
-
-    def _after(self, text: list[int]) -> Iterable[int]:
-        for known in self.known:
-            if text and known[: len(text)] == text:
-                return known[len(text) :]
-        return []
+        device = rows.slots.device
+        if self._known.device != device:  # in the first call, which no graph records
+            self._known, self._lengths, self._right, self._step = (
+                tensor.to(device) for tensor in (self._known, self._lengths, self._right, self._step)
+            )
+        slots = rows.slots.clamp(min=0).long()
+        begins, length = rows.lengths[slots].long()[:, None], self._known.shape[1]
+        texts = F.pad(rows.tokens[slots, :length], (0, max(0, length - rows.tokens.shape[1])))
+        is_equal = (texts[:, None] == self._known) | (torch.arange(length, device=device) >= begins[:, None])
+        fits = is_equal.all(dim=2) & (begins > 0) & (begins <= self._lengths)
+        text = fits.int().argmax(dim=1, keepdim=True)
+        at = begins + torch.arange(most, device=device)
+        is_known = fits.any(dim=1, keepdim=True) & (at < self._lengths[text])
+        follows = self._known[text, at.clamp(max=length - 1)].where(is_known, 0)  # and on behind the end
+        guesses = follows.where(self._right[self._step % len(self._right)], follows ^ 1)
+        self._step += 1
+        return guesses.int(), torch.full_like(rows.slots, most)
 
 
 DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {  # of the texts that come out
