@@ -607,13 +607,14 @@ class TestResults:
         assert is_empty(llm)
 
 
+@pytest.fixture(scope="module")
+def shared_llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, dtype="float32", num_kvcache_blocks=129) as llm:
+        yield llm
+
+
 class TestChat:
     CHAT = [{"role": "user", "content": "But, soft!"}]  # noqa: RUF012
-
-    @pytest.fixture(scope="class")
-    def shared_llm(self) -> Iterator[LLM]:
-        with LLM(BUNDLED_MODEL, dtype="float32", num_kvcache_blocks=129) as llm:
-            yield llm
 
     @pytest.fixture
     def llm(self, shared_llm: LLM) -> Iterator[LLM]:
