@@ -100,7 +100,7 @@ WITHOUT_STATES = [name for name, subject in SUBJECTS.items() if not subject.case
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make as many rounds as --fuzz asks for, of each model in turn. Without it, two thirds run with --whole alone."""
     total = metafunc.config.getoption("fuzz")
-    counts = {"test_tokens": total // ROUND, "test_bits": total // 60, "test_beams": total // 60}
+    counts = {"test_tokens": total // ROUND, "test_bits": total // 80, "test_beams": total // 60}
     names = list(SUBJECTS) if metafunc.function is test_tokens else WITHOUT_STATES
     rounds = [(names[i % len(names)], i // len(names)) for i in range(max(1, counts[metafunc.function.__name__]))]
     plain = math.ceil(len(rounds) / 3) if total == USUAL else len(rounds)

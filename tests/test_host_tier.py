@@ -786,17 +786,18 @@ class TestDeaths:
     """Copies are on their way at any moment of this workload."""
 
     @pytest.mark.parametrize(
-        "options",
+        ("options", "seed"),
         [
-            OPTIONS,
-            pytest.param({**OPTIONS, "tensor_parallel_size": 2}, marks=pytest.mark.whole),
-            pytest.param(ON_CUDA, marks=pytest.mark.gpu),
-            pytest.param({**ON_CUDA, "tensor_parallel_size": 2}, marks=pytest.mark.multi_gpu),
+            (OPTIONS, 1),
+            pytest.param({**OPTIONS, "tensor_parallel_size": 2}, 1, marks=pytest.mark.whole),
+            pytest.param(ON_CUDA, 1, marks=pytest.mark.gpu),
+            pytest.param({**ON_CUDA, "tensor_parallel_size": 2}, 1, marks=pytest.mark.multi_gpu),
+            *whole_only([(OPTIONS, 2), (OPTIONS, 3)]),
+            *whole_only(pytest.param(ON_CUDA, seed, marks=pytest.mark.gpu) for seed in (2, 3)),
         ],
     )
-    @pytest.mark.parametrize("seed", [1, *whole_only([2, 3])])
     def test_ctrl_c_at_random_moments(
-        self, seed: int, options: dict[str, object], make_llm: Callable[..., LLM]
+        self, options: dict[str, object], seed: int, make_llm: Callable[..., LLM]
     ) -> None:
         llm, chance = make_llm(**options), random.Random(seed)
         manager = llm.engine.scheduler.block_manager
