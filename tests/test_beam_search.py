@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LONGROPE
-from conftest import Oracle, greedy
+from conftest import Oracle, greedy, of_each_kind
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
@@ -103,7 +103,7 @@ def test_finds_what_transformers_finds(llm: LLM, oracle: Oracle, params: BeamSea
     assert llm.engine.scheduler.block_manager.share_used == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", of_each_kind(zip(range(4)), 0, 1))
 def test_finds_what_transformers_finds_where_beams_often_end(random_llm: LLM, random_oracle: Oracle, seed: int) -> None:
     random = Random(seed)
     for _ in range(5):
@@ -186,7 +186,7 @@ def test_computes_each_token_of_a_beam_once(llm: LLM) -> None:
     ids=str,
 )
 def test_results_do_not_depend_on_the_room(llm: LLM, make_llm: Callable[..., LLM], options: dict[str, Any]) -> None:
-    params = BeamSearchParams(3, 10)
+    params = BeamSearchParams(3, 6)
     prompts = [*PROMPTS, PROMPTS[3]]
     expected = llm.beam_search(prompts, params)
     other = make_llm(**{**OPTIONS, **options})
@@ -385,7 +385,7 @@ def test_an_interrupt_at_any_line_leaves_the_llm_usable(random_llm: LLM) -> None
     whole = Interrupt()
     expected = search(whole)
     manager = random_llm.engine.scheduler.block_manager
-    for line in range(1, whole.count * 9 // 10, whole.count // 15):
+    for line in range(1, whole.count * 9 // 10, whole.count // 8):
         with pytest.raises(KeyboardInterrupt):
             search(Interrupt(line))
         assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"

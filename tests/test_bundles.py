@@ -89,7 +89,7 @@ def test_guesses(shape: tuple[int, int, int, int], workers: int | None, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "softcap"), of_each_kind(WINDOWS_AND_SOFTCAPS, 0, 2, 4))
+@pytest.mark.parametrize(("window", "softcap"), of_each_kind(WINDOWS_AND_SOFTCAPS, 0, 2))
 @pytest.mark.parametrize("shape", of_each_kind(zip(ALL_SHAPES), 0))
 def test_windows_and_soft_caps(
     shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
@@ -100,7 +100,7 @@ def test_windows_and_soft_caps(
         check(step, how, step.expected(how), workers)
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", of_each_kind(zip([None, 30]), 1))
 def test_sinks(window: int | None) -> None:
     """Each query counts its head's sink once, however many workers its row has."""
     heads, _, head_dim, _ = shape = SHAPES[1]
@@ -127,11 +127,11 @@ def test_a_cache_in_fp8(shape: tuple[int, int, int, int], window: int | None) ->
 
 def test_bundles_of_any_size() -> None:
     step, how = Step(SHAPES[1], DTYPES[-1], 20), Scoring(0.1, 20)
-    for queries in (2, 3, 5):
+    for queries in (2, 5):
         check(step, how, step.expected(how), 5, queries)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 8)), min_size=1, max_size=80),
     st.integers(8, 10),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 
-SECONDS = 4.0
+SECONDS = 2.0
+SHORT = 30, 6  # tokens of a prompt, and of an output
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
 ON_CUDA = {**OPTIONS, "device": "cuda", "dtype": "bfloat16"}
 DEVICES = [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.gpu)]
@@ -59,6 +61,8 @@ IN_BLOCKS = {  # sizes that blocks of weights in FP8 fill
 }
 RANKED = ["qwen3", "mistral window", "gemma2", "phi3 longrope", "qwen3moe", "qwen2moe", "olmo2", "olmoe"]
 FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope", "gptoss"]
+ON_A_GPU = [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope", "gemma4", "gemma4 experts"]
+IN_FLOAT32 = [(family, "float32") for family in ON_A_GPU if family != "qwen3"]
 
 
 def maker(folder: str, deterministic: bool = True, device: str = "cpu", dtype: str = "auto") -> Callable[..., LLM]:
@@ -70,7 +74,7 @@ def maker(folder: str, deterministic: bool = True, device: str = "cpu", dtype: s
 
 
 def bits(llm: LLM, count: int = 6) -> list[Bits]:
-    cases = draw_cases(random.Random(1), 256, count)
+    cases = draw_cases(random.Random(1), 256, count, SHORT)
     return [bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0]) for case in cases]
 
 
@@ -86,9 +90,8 @@ class TestInCompany:
         assert compared > 5
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize(
-        "family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope", "gemma4", "gemma4 experts"]
+        ("family", "dtype"), [*product(ON_A_GPU, ["bfloat16"]), ("qwen3", "float32"), *whole_only(IN_FLOAT32)]
     )
     def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
@@ -105,8 +108,13 @@ class TestInCompany:
         assert compared > 10
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-    @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "qwen2moe"])
+    @pytest.mark.parametrize(
+        ("family", "kv_cache_dtype"),
+        [
+            *[("qwen3", "auto"), ("qwen3", "fp8"), ("qwen3moe", "fp8"), ("qwen2moe", "fp8")],
+            *whole_only([("qwen3moe", "auto"), ("qwen2moe", "auto")]),
+        ],
+    )
     def test_weights_in_fp8_on_a_gpu(self, family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
         case = CASES[family]
         build(replace(case, settings={**case.settings, **IN_BLOCKS}), tmp_path)
@@ -132,7 +140,7 @@ class TestInCompany:
 
     def test_the_comparison_finds_what_differs(self) -> None:
         """Without the option, a prompt's tokens are multiplied together, and round otherwise than one by one."""
-        _, difference = find_difference(maker(BUNDLED_MODEL, deterministic=False), SECONDS, 0, 10)
+        _, difference = find_difference(maker(BUNDLED_MODEL, deterministic=False), SECONDS, 0, 6, SHORT)
         assert difference is not None
         assert difference.alone != difference.in_company
         assert "the first result that differs is that of layers.0." in str(difference)
@@ -175,11 +183,22 @@ class TestInCompany:
         assert difference.cause.startswith("alone again, in an eager engine with tensor_parallel_size=1, ")
         assert difference.cause.endswith(f"is {difference.in_company}")
 
-    @pytest.mark.parametrize("formats", [*whole_only([[]]), ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
-    def test_the_command(self, formats: list[str]) -> None:
+    def test_the_command(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        formats = ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+        monkeypatch.setitem(LONGEST, "cpu", SHORT)
+        limits = ["--seconds", "0", "--requests", "3"]
+        monkeypatch.setattr(sys, "argv", ["determinism", BUNDLED_MODEL, *limits, *formats])
+        status = determinism.main()
+        told = capsys.readouterr()
+        assert "results compared: all bits equal" in told.out, told.out + told.err
+        assert "requests alone\nrequests in company\n" in told.err
+        assert status == 0
+
+    @pytest.mark.whole
+    def test_the_command_has_a_process_of_its_own(self) -> None:
         command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL]
         limits = ["--seconds", "0", "--requests", "4"]
-        ran = subprocess.run([*command, *limits, *formats], capture_output=True, text=True, check=False)
+        ran = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
         assert "results compared: all bits equal" in ran.stdout, ran.stdout + ran.stderr
         assert "requests alone\nrequests in company\n" in ran.stderr
         assert ran.returncode == 0
@@ -218,8 +237,8 @@ class TestChanges:
 
     @pytest.mark.parametrize("options", DEVICES)
     def test_streams(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
-        llm, prompts = make_llm(**options), [[5, 6, 7], [9] * 40, [8, 1]]
-        params = SamplingParams(temperature=1.0, max_tokens=9, n=2, logprobs=3, ignore_eos=True, seed=4)
+        llm, prompts = make_llm(**options), [[5, 6, 7], [9] * 20, [8, 1]]
+        params = SamplingParams(temperature=1.0, max_tokens=5, n=2, logprobs=3, ignore_eos=True, seed=4)
         expected = {
             (index, number): (sample.token_ids, sample.logprobs)
             for index, prompt in enumerate(prompts)
@@ -249,7 +268,7 @@ class TestChanges:
         try:
             for count in (1, 2):
                 torch.set_num_threads(count)
-                found.append(bits(make_llm(**OPTIONS)))
+                found.append(bits(make_llm(**OPTIONS), 3))
         finally:
             torch.set_num_threads(threads)
         assert found[0] == found[1]
@@ -328,8 +347,10 @@ class TestRanks:
         assert compared > 2
 
     @pytest.mark.multi_gpu
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("family", RANKED)
+    @pytest.mark.parametrize(
+        ("family", "dtype"),
+        [*product(RANKED, ["bfloat16"]), ("qwen3", "float32"), *whole_only(product(RANKED[1:], ["float32"]))],
+    )
     def test_in_company_on_gpus(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         make = maker(str(tmp_path), device="cuda", dtype=dtype)

@@ -13,7 +13,7 @@ import pytest
 from cases import CASES, build
 from conftest import HAS_CUDA, assert_equal, greedy, whole_only
 from safetensors.torch import load_file, save_file
-from test_guesses_of_an_llm import PARAMS, PROMPTS, SPEECHES, SPREAD, assert_counts, expected, make, plain, run
+from test_guesses_of_an_llm import PARAMS, PROMPTS, SOME, SPEECHES, SPREAD, assert_counts, expected, make, plain, run
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
@@ -25,7 +25,7 @@ __all__ = ["expected", "plain"]  # fixtures
 ITSELF = {"speculation": "draft", "draft_model": BUNDLED_MODEL}
 PLAIN_PARAMS = [
     SamplingParams(
-        temperature=[0, 0.7, 1.3][i % 3], seed=i, max_tokens=[40, 3, 23][i % 3], n=1 + i % 3, ignore_eos=True
+        temperature=[0, 0.7, 1.3][i % 3], seed=i, max_tokens=[30, 3, 14][i % 3], n=1 + i % 3, ignore_eos=True
     )
     for i in range(9)
 ]
@@ -57,22 +57,24 @@ def first_layers(folder: Path, count: int) -> str:
 
 TOGETHER = [
     *[(draft, "roomy") for draft in ("itself", "half", "random")],
-    ("random", "tight"),
-    *[("half", spread) for spread in SPREAD if spread != "roomy"],
-    *whole_only([("itself", spread) for spread in SPREAD if spread != "roomy"]),
-    *whole_only([("random", "one row"), ("random", "two ranks"), ("random", "two replicas")]),
+    *[("half", spread) for spread in SPREAD if spread not in ("roomy", "all lines")],
+    *whole_only([("itself", spread) for spread in SPREAD if spread not in ("roomy", "all lines")]),
+    *whole_only([("random", "tight"), ("random", "one row"), ("random", "two ranks"), ("random", "two replicas")]),
 ]
 
 
+@pytest.mark.usefixtures("no_foresight")
 @pytest.mark.parametrize(("draft", "spread"), TOGETHER)
 def test_results_are_those_without(
     draft: str, spread: str, drafts: dict[str, str], expected: list[RequestOutput]
 ) -> None:
     with make(speculation="draft", draft_model=drafts[draft], **SPREAD[spread]) as llm:
-        outputs = run(llm)
-        assert_equal(outputs, expected)
+        some = SOME if spread == "one row" else slice(None, None, 2 if spread.startswith("two") else 1)
+        outputs = run(llm, PROMPTS[some], PARAMS[some])
+        assert_equal(outputs, expected[some])
         assert_counts(llm, outputs)
-        assert_equal(run(llm), expected)  # their prompts are cached now
+        assert spread != "tight" or llm.engine.scheduler.num_preemptions > 0
+        assert_equal(run(llm, PROMPTS[SOME], PARAMS[SOME]), expected[SOME])  # their prompts are cached now
 
 
 def assert_all_hold(llm: LLM, wanted: list[RequestOutput]) -> None:
@@ -93,8 +95,9 @@ def wanted(plain: LLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("spread", ["roomy", "tight", "two ranks", *whole_only(["one row", "two replicas"])])
 def test_a_model_guesses_all_of_its_own_tokens(spread: str, wanted: list[RequestOutput]) -> None:
-    """At any temperature, behind chunks, cached prefixes, preemption and a change of rows: its keys are all there."""
-    with make(**ITSELF, **SPREAD[spread]) as llm:
+    """At any temperature, behind chunks, cached prefixes and a change of rows: its keys are all there."""
+    room = {"num_kvcache_blocks": 14, "max_num_seqs": 5} if spread == "tight" else {}  # for guesses of all rows
+    with make(**ITSELF | SPREAD[spread] | room) as llm:
         assert_all_hold(llm, wanted)
         assert_all_hold(llm, wanted)
 
@@ -112,7 +115,7 @@ def test_empty_places_change_nothing(is_itself: bool, make_qwen3: Callable[..., 
         "num_kvcache_blocks": 20,
         "max_num_seqs": 2,
     }
-    params = [SamplingParams(temperature=0.8 * i, max_tokens=4 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
+    params = [SamplingParams(temperature=0.8 * i, max_tokens=2 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
     outputs = []
     for options in (
         {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, HAS_CUDA
+from conftest import DEVICE, HAS_CUDA, of_each_kind
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -35,9 +35,10 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
     assert (total - expected).norm() <= TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("pieces", of_each_kind(zip((1, 3)), 1))
 @pytest.mark.parametrize(
-    ("tokens", "width", "token_tiles"), [(65, 80, 1), (96, 48, 2), (100, 64, 2), (144, 80, 2), (176, 192, 1)]
+    ("tokens", "width", "token_tiles"),
+    of_each_kind([(65, 80, 1), (96, 48, 2), (100, 64, 2), (144, 80, 2), (176, 192, 1)], 0, 1, 3),
 )
 def test_tiles_and_pieces(tokens: int, width: int, token_tiles: int, pieces: int) -> None:
     """Some tiles lack tokens, or have some of their neighbour's; the last ones lack outputs and inputs."""
@@ -78,28 +79,6 @@ def test_every_width_is_a_power_of_two_or_the_sum_of_two() -> None:
         assert second == 0 or second >= 16  # the fewest tokens of a block
 
 
-@pytest.mark.parametrize(
-    ("out_features", "in_features", "by_tokens"),
-    [
-        (4096, 4096, {80: (64, 64, 1), 128: (64, 64, 1), 256: (128, 64, 1)}),  # Qwen3-8B, behind attention
-        (4096, 12288, {80: (80, 64, 2), 128: (64, 128, 2), 144: (144, 64, 2), 256: (128, 128, 2)}),  # its MLPs
-        (1024, 3072, {128: (64, 64, 4)}),  # Qwen3-0.6B
-        (2560, 9728, {96: (96, 64, 3), 112: (64, 128, 3), 256: (128, 128, 3)}),  # Qwen3-4B
-        (5120, 17408, {96: None, 144: None}),  # Qwen3-14B: pieces of its tiles are too many or too few
-        (3584, 3584, {128: None}),  # Qwen2.5-7B: 15% of the multiprocessors would have no program
-        (3584, 18944, {128: (64, 128, 2)}),  # there, that pays
-        (6144, 4096, {128: None}),
-        (151936, 4096, {128: None}),
-    ],
-)
-def test_how_an_h100_cuts(
-    out_features: int, in_features: int, by_tokens: dict[int, tuple[int, int, int] | None]
-) -> None:
-    for tokens, expected in by_tokens.items():
-        tiling = tile(tokens, out_features, in_features, MULTIPROCESSORS)
-        assert (tiling and (tiling.tokens, tiling.outputs, tiling.pieces)) == expected
-
-
 def test_every_tile_has_a_multiprocessor_and_every_token_a_tile() -> None:
     for out_features in (1024, 2048, 2560, 3840, 4096, 5120):
         for tokens in range(few_outputs.LEAST_TOKENS, few_outputs.MOST_TOKENS + 1):
@@ -136,7 +115,7 @@ def test_what_tensor_memory_copies_can_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", of_each_kind(zip((torch.bfloat16, torch.float16)), 0))
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 12288), (1024, 2048), (2560, 9728), (5120, 17408)], ids=str)
 def test_what_a_graph_records(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Graphs replay it with other numbers in the same places, and have the same bits each time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -178,9 +179,8 @@ def test_rows_that_fill_no_tile(tokens: int, copies: bool) -> None:
     ("tokens", "count", "used", "hidden_size", "size"),
     [
         (1, 8, 2, 256, 128),
-        (1, 8, 3, 512, 256),
         (40, 4, 2, 128, 256),
-        *whole_only([(5, 60, 4, 256, 128), (100, 4, 3, 128, 128), (130, 2, 2, 256, 256)]),
+        *whole_only([(1, 8, 3, 512, 256), (5, 60, 4, 256, 128), (100, 4, 3, 128, 128), (130, 2, 2, 256, 256)]),
     ],
 )
 @pytest.mark.parametrize("block", of_each_kind(zip(BLOCKS), 0), ids=str)
@@ -220,7 +220,7 @@ def test_experts(
 
 class TestInOrder:
     @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    @pytest.mark.parametrize("tokens", [1, 20, 70])
+    @pytest.mark.parametrize("tokens", [1, 20, *whole_only([70])])
     def test_products_are_right(self, tokens: int, block: tuple[int, int | None]) -> None:
         """Those of a single token, too, whose vector is rounded."""
         weight, matrix = make_weight(256, 512, block)
@@ -261,9 +261,12 @@ class TestInOrder:
             Fp8InOrderWeight(weight, torch.float32, False, [1])
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    @pytest.mark.parametrize("shape", [(4096, 4096), (200, 3072), (6144, 1024)], ids=str)
+    @pytest.mark.parametrize("dtype", of_each_kind(zip((torch.bfloat16, torch.float16)), 0))
+    @pytest.mark.parametrize(
+        ("shape", "block"),
+        of_each_kind(product([(4096, 4096), (200, 3072), (6144, 1024)], BLOCKS), 0, 1, 2, 3, 6),
+        ids=str,
+    )
     def test_a_token_has_the_same_bits(
         self, shape: tuple[int, int], block: tuple[int, int | None], dtype: torch.dtype
     ) -> None:
@@ -299,9 +302,10 @@ class TestInOrder:
         assert (drawn.numbers.dtype, drawn.block) == (FP8, weight.block)
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 3072)], ids=str)
+    @pytest.mark.parametrize("dtype", of_each_kind(zip((torch.bfloat16, torch.float16)), 0))
+    @pytest.mark.parametrize(
+        ("shape", "block"), of_each_kind(product([(4096, 4096), (1024, 3072)], BLOCKS), 0, 1, 2, 3), ids=str
+    )
     def test_a_share_of_the_outputs_has_the_bits_of_all(
         self, shape: tuple[int, int], block: tuple[int, int | None], dtype: torch.dtype
     ) -> None:
@@ -362,11 +366,11 @@ class TestInOrder:
         check_experts.__wrapped__(gate_up, down, used, "silu", DTYPE, torch.device(DEVICE))
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize(("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792)])
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    def test_experts_have_the_same_bits(
-        self, block: tuple[int, int | None], count: int, used: int, hidden_size: int, size: int
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("sizes", "block"), of_each_kind(product([(128, 8, 2048, 768), (8, 2, 512, 1792)], BLOCKS), 0, 1, 2, 3), ids=str
+    )
+    def test_experts_have_the_same_bits(self, sizes: tuple[int, int, int, int], block: tuple[int, int | None]) -> None:
+        count, used, hidden_size, size = sizes
         gate_up, down = (
             Fp8Weight(*(part.unflatten(0, (count, -1)) for part in make_weight(count * rows, columns, block)[0]))
             for rows, columns in ((2 * size, hidden_size), (hidden_size, size))
@@ -389,10 +393,16 @@ def test_recording_ends_with_its_block() -> None:
     assert not is_recording()
 
 
+GPU_SHAPES = [(6144, 4096), (1024, 3072), (1152, 1280), (4096, 12288)]
+
+
 @pytest.mark.gpu
 class TestOnAGpu:
-    @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64, 65, 128, 200, 300])
-    @pytest.mark.parametrize("shape", [(6144, 4096), (1024, 3072), (1152, 1280), (4096, 12288)], ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "tokens"),
+        of_each_kind(product(GPU_SHAPES, [1, 2, 16, 17, 33, 64, 65, 128, 200, 300]), *range(10), 10, 22, 36),
+        ids=str,
+    )
     def test_whichever_way_is_chosen(self, tokens: int, shape: tuple[int, int]) -> None:
         """cuBLAS multiplies many tokens, if it can."""
         weight, matrix = make_weight(*shape)

@@ -125,8 +125,11 @@ class TestCheckpoints:
         llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, **SMALL)
         run(llm, model, prompt_logprobs=0)
 
-    def test_both_layouts_replace_running_weights(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    def test_both_layouts_replace_running_weights(
+        self, make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A trainer gives tensors as transformers has them; files may have them in MXFP4."""
+        monkeypatch.setattr("test_models.LENGTHS", [1, 17])
         model = build_in_mxfp4(tmp_path)
         llm = make_llm(str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=2, **SMALL)
         llm.update_weights(model.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from nanoinfer.kernels.linear.in_order import (
 
 ALL_TILES = (*TILES, SOME, FEW, NARROW, WIDE, FEW._replace(used=48), WIDE._replace(used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
 
 
@@ -76,9 +78,10 @@ class TestProducts:
         assert_close(out, expected)
         assert_close(InOrderWeight(weight, True, [3]).product(x, bias), expected + bias)
 
-    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
-    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize(
+        ("has_bias", "dtype", "activation"),
+        of_each_kind(product([False, True], [torch.float32, SHORT], ["silu", "gelu_tanh"]), 1, 6),
+    )
     def test_gated_ones(self, has_bias: bool, dtype: torch.dtype, activation: Activation) -> None:
         """On a GPU a token has the same bits, whether the product applies the activation or a launch of its own."""
         x, weight = randn(40, 96, dtype=dtype), randn(200, 96, dtype=dtype) / 10
@@ -92,39 +95,24 @@ class TestProducts:
             assert_close(out, expected[:tokens])
             assert torch.equal(out, expected[:tokens]) or DEVICE == "cpu"
 
-    @pytest.mark.parametrize(
-        ("tokens", "out_features", "tile"),
-        [(1, 4096, (16, 64)), (16, 1024, (16, 16)), (17, 4096, (32, 64)), (64, 4096, (64, 32)), (128, 4096, (64, 64)),
-         (128, 6144, (64, 128)), (128, 24576, (128, 256)), (256, 4096, (64, 128)), (256, 6144, (128, 128)),
-         (16384, 4096, (128, 256))],
-    )  # fmt: skip
-    def test_tiles_are_those_that_were_the_fastest_on_an_h200(
-        self, tokens: int, out_features: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tiles_fit_what_they_are_chosen_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sums in float32 need room, and so do the outputs of a tile where multiprocessors have little memory."""
+        for tokens in (1, 16, 17, 64, 128, 256, 16384):
+            for out_features in (1024, 4096, 6144, 24576):
+                assert fits_float32(choose_tiles(torch.empty(tokens, 1), out_features))
         monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
-        assert choose_tiles(torch.empty(tokens, 1, dtype=torch.bfloat16), out_features)[:2] == tile
-        assert fits_float32(choose_tiles(torch.empty(tokens, 1), out_features))
-
-    @pytest.mark.parametrize(
-        ("out_features", "tile", "used"),
-        [(1024, (16, 16), None), (4096, (16, 64), 32), (6144, (16, 64), 48), (12288, (16, 128), 96),
-         (17408, (16, 64), None), (151936, (16, 64), None)],
-    )  # fmt: skip
-    def test_multiprocessors_share_the_outputs_of_many_inputs_evenly(
-        self, out_features: int, tile: tuple[int, int], used: int | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
-        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.shared_memory", lambda device: 227 << 10)
-        tiles = choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features)
-        assert (tiles[:2], tiles.used) == (tile, used)
         monkeypatch.setattr("nanoinfer.kernels.linear.in_order.shared_memory", lambda device: 99 << 10)
-        assert choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).outputs <= 64
+        for out_features in (1024, 4096, 6144, 12288, 17408, 151936):
+            assert choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).outputs <= 64
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize(("out_features", "in_features"), [(1024, 2048), (4096, 4096), (96, 160), (256, 12288)])
-    def test_they_have_the_same_bits(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        of_each_kind(product([(1024, 2048), (4096, 4096), (96, 160), (256, 12288)], GPU_DTYPES), 0, 3, 7, 8, 9),
+    )
+    def test_they_have_the_same_bits(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """For 1 to 512 tokens, in any order, by tiles of any size, and by cuBLAS where it is taken."""
+        out_features, in_features = shape
         x, weight = rounding_error(512, out_features, in_features, dtype)
         bias = 1e-6 * randn(out_features, dtype=dtype)
         sizes = [1, 2, 4, 8, 16, 48, 64, 100, 256, 512]
@@ -142,11 +130,11 @@ class TestProducts:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", of_each_kind(zip((torch.bfloat16, torch.float32)), 0))
 @pytest.mark.parametrize(
     ("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]
 )
-@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("has_biases", of_each_kind(zip((False, True)), 1))
 def test_experts_have_the_same_bits(
     count: int, used: int, hidden_size: int, size: int, has_biases: bool, dtype: torch.dtype
 ) -> None:
@@ -166,9 +154,9 @@ def test_experts_have_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", of_each_kind(zip(GPU_DTYPES), 0))
 @pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
-@pytest.mark.parametrize("used", [1, 2, 8])
+@pytest.mark.parametrize("used", of_each_kind(zip((1, 2, 8)), 0, 2))
 def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
     gate_up = Shape(2 * share, hidden_size, None, None)
     down = Shape(hidden_size // ranks, share * ranks, None, None)
@@ -246,7 +234,7 @@ class TestAttention:
         for workers in (1, 2, 7, None):
             assert_close(decode(q, pages, lens, how, workers)[rows], expected)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+    @pytest.mark.parametrize("dtype", of_each_kind(zip((torch.float32, SHORT)), 1))
     def test_large_heads(self, dtype: torch.dtype) -> None:
         """They have programs of their own."""
         heads, _, head_dim, _ = shape = LARGE_HEADS[0]
@@ -259,17 +247,22 @@ class TestAttention:
         assert_close(decode(q[last], pages, lens, how), expected[last])
 
 
+MANY_SHAPES = [*SHAPES, *LARGE_HEADS, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)]
+OFTEN = [
+    *product(MANY_SHAPES, HOW[:1], [False], [torch.bfloat16]),
+    *product(MANY_SHAPES[:1], HOW[1:], [True], [torch.bfloat16]),
+    *product(MANY_SHAPES[:1], HOW[:1], [False], GPU_DTYPES[1:]),
+]
+SELDOM = [case for case in product(MANY_SHAPES, HOW, [False, True], GPU_DTYPES) if case not in OFTEN]
+
+
 @pytest.mark.gpu
 class TestBits:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize("has_sinks", [False, True])
-    @pytest.mark.parametrize(("window", "softcap"), HOW)
-    @pytest.mark.parametrize("shape", [*SHAPES, *LARGE_HEADS, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
+    @pytest.mark.parametrize(("shape", "limits", "has_sinks", "dtype"), [*OFTEN, *whole_only(SELDOM)])
     def test_a_token_attends_alike_in_prompts_and_in_steps(
         self,
         shape: tuple[int, int, int, int],
-        window: int | None,
-        softcap: float | None,
+        limits: tuple[int | None, float | None],
         has_sinks: bool,
         dtype: torch.dtype,
     ) -> None:
@@ -277,7 +270,7 @@ class TestBits:
         heads, _, head_dim, _ = shape
         lens = [1, 40, 257, 600, 1500, 2048]
         pages = paged(lens, *shape, dtype)
-        how = Scoring(head_dim**-0.5, window, softcap, sinks=randn(heads) if has_sinks else None)
+        how = Scoring(head_dim**-0.5, *limits, sinks=randn(heads) if has_sinks else None)
         queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
         whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 30]
+TOKENS = 5
 Tensors = dict[str, Tensor]
 
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -100,7 +101,7 @@ def write_checkpoint(source: Path, target: Path, config: dict[str, Any]) -> Path
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(PROMPTS, greedy(8, ignore_eos=True), use_tqdm=False)]
+    return [output.token_ids for output in llm.generate(PROMPTS, greedy(TOKENS, ignore_eos=True), use_tqdm=False)]
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     folder, dense = write(family, config)
     oracle = Oracle(dense)
     llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
-    assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+    assert tokens_of(llm) == [oracle.greedy(prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +145,15 @@ def test_ranks_have_the_bits_of_one(
 ) -> None:
     """With deterministic=True, also after an update of the weights."""
     folder, dense = write(family, CONFIGS[config])
-    params = greedy(6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    params, prompts = greedy(4, ignore_eos=True, logprobs=2, prompt_logprobs=1), [[7], list(range(20, 32)), [5, 6] * 5]
     results = []
     for ranks in (1, 2):
         llm = make_llm(folder, **OPTIONS, deterministic=True, tensor_parallel_size=ranks)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.update_weights((name, 1.1 * tensor) for name, tensor in load_file(f"{dense}/model.safetensors").items())
-        outputs += llm.generate(PROMPTS, params, use_tqdm=False)
+        outputs += llm.generate(prompts, params, use_tqdm=False)
         results.append([(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs])
-        assert results[-1][0] != results[-1][len(PROMPTS)]
+        assert results[-1][0] != results[-1][len(prompts)]
     assert results[0] == results[1]
 
 
@@ -168,7 +169,7 @@ def test_families(family: str, write: Callable[..., tuple[str, str]], make_llm: 
     folder, dense = write(family, SMALL_BLOCKS)
     oracle = Oracle(dense)
     llm = make_llm(folder, **{**OPTIONS, **CASES[family].small})
-    assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+    assert tokens_of(llm) == [oracle.greedy(prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS]
 
 
 def test_multimodal_checkpoints(write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]) -> None:
@@ -180,7 +181,7 @@ def test_multimodal_checkpoints(write: Callable[..., tuple[str, str]], make_llm:
 class TestOnTheFly:
     """A checkpoint of other numbers is quantized as it loads, in blocks of 128 x 128."""
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
     @pytest.mark.parametrize("family", ["qwen3", *whole_only(["qwen3moe"])])
     def test_it_gives_the_tokens_of_a_checkpoint_in_fp8(
         self, family: str, ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
@@ -201,8 +202,9 @@ class TestOnTheFly:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+@pytest.mark.parametrize(
+    ("family", "eager"), [("qwen3", True), ("qwen3moe", False), *whole_only([("qwen3", False), ("qwen3moe", True)])]
+)
 def test_gpus_give_the_tokens_of_the_cpu(
     family: str, eager: bool, ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
 ) -> None:
@@ -215,7 +217,7 @@ def test_gpus_give_the_tokens_of_the_cpu(
 class TestChanges:
     """Updates of weights that are in FP8 here."""
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
     @pytest.mark.parametrize("family", [*whole_only(["qwen3", "phi3"]), "qwen3moe"])
     def test_updates_equal_a_fresh_start(
         self, family: str, ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
@@ -236,7 +238,7 @@ class TestChanges:
         llm.update_weights(iter(source.items()))
         assert tokens_of(llm) == before
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
     def test_checkpoints_in_fp8(
         self, ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
     ) -> None:

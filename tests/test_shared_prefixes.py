@@ -94,7 +94,7 @@ class TestFinding:
         assert find_shared(tables, tile_rows=1) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=24),
     block_size=st.sampled_from([16, 48, 256]),
@@ -285,7 +285,7 @@ class TestAttention:
             assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 8)), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
@@ -350,6 +350,12 @@ def outputs(llm: LLM, most: int) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in result.outputs] for result in results]
 
 
+@pytest.fixture(scope="module")
+def model(make_qwen3: Callable[..., str]) -> str:
+    """A small one, for kernels are interpreted."""
+    return make_qwen3(vocab_size=96, num_hidden_layers=1)
+
+
 @pytest.mark.usefixtures("cheap", "no_foresight")
 class TestGenerate:
     """Tokens in float32 equal those of the engine that reads every prefix for each row."""
@@ -360,10 +366,16 @@ class TestGenerate:
         ids=["rows come and go", "some are preempted", "two ranks"],
     )
     def test_eager(
-        self, most: int, blocks: int, ranks: int, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+        self,
+        most: int,
+        blocks: int,
+        ranks: int,
+        model: str,
+        make_llm: Callable[..., LLM],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        expected = outputs(make_llm(**{**OPTIONS, "attention_backend": "torch"}), most)
-        llm = make_llm(**OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks, tensor_parallel_size=ranks)
+        expected = outputs(make_llm(model, **{**OPTIONS, "attention_backend": "torch"}), most)
+        llm = make_llm(model, **OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks, tensor_parallel_size=ranks)
         steps: list[bool] = []
         ours = llm.engine.ranks.runner.steps
         run = ours.decode_rows
@@ -373,19 +385,19 @@ class TestGenerate:
         assert (llm.engine.scheduler.num_preemptions > 0) == (blocks < 10)
 
     @pytest.mark.gpu
-    def test_graphs(self, make_llm: Callable[..., LLM]) -> None:
-        assert outputs(make_llm(**OPTIONS), 20) == outputs(make_llm(**OPTIONS, enforce_eager=True), 20)
+    def test_graphs(self, model: str, make_llm: Callable[..., LLM]) -> None:
+        assert outputs(make_llm(model, **OPTIONS), 20) == outputs(make_llm(model, **OPTIONS, enforce_eager=True), 20)
 
     @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.gpu)])
     def test_steps_that_verify_guesses(
-        self, eager: bool, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+        self, eager: bool, model: str, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         most = 20 if HAS_CUDA else 4
-        plain = make_llm(**{**OPTIONS, "attention_backend": "torch"})
+        plain = make_llm(model, **{**OPTIONS, "attention_backend": "torch"})
         expected = outputs(plain, most)
         texts = [prompt + tokens for prompt, own in zip(PROMPTS, expected, strict=True) for tokens in own]
         how = {"speculation": Prophet(texts, (True, True, False)), "max_guesses": 2, "enforce_eager": eager}
-        llm, shared = make_llm(**OPTIONS, **how), list[bool]()
+        llm, shared = make_llm(model, **OPTIONS, **how), list[bool]()
         steps = llm.engine.ranks.runner.steps
         verify = steps.verify_rows
         monkeypatch.setattr(steps, "verify_rows", lambda *args: (shared.append(args[3]), verify(*args))[1])
@@ -395,10 +407,10 @@ class TestGenerate:
 
     @pytest.mark.whole
     @pytest.mark.parametrize("step", [2, 4])
-    def test_an_interrupt_leaves_nothing_shared(self, step: int, make_llm: Callable[..., LLM]) -> None:
+    def test_an_interrupt_leaves_nothing_shared(self, step: int, model: str, make_llm: Callable[..., LLM]) -> None:
         """The rows of the run behind it are others; sharing goes on for these alone."""
-        llm = make_llm(**OPTIONS, enforce_eager=True)
-        alone = make_llm(**{**OPTIONS, "attention_backend": "torch"})
+        llm = make_llm(model, **OPTIONS, enforce_eager=True)
+        alone = make_llm(model, **{**OPTIONS, "attention_backend": "torch"})
         seen: list[StepResult] = []
 
         def interrupt(result: StepResult) -> None:

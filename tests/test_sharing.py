@@ -101,7 +101,7 @@ class World:
 ACTIONS = ("arrive", "begin", "begin", "end", "end", "end", "die", "join", "discard")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
 def test_any_schedule_of_arrivals_completions_and_deaths_ends_every_sample_once(
     replicas: int, rows: int, data: st.DataObject

@@ -481,7 +481,7 @@ def check_state(sched: SpeculatingScheduler, in_flight: list[tuple[Step, list[Se
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=st.lists(a_request(shortest=1), min_size=1, max_size=20), spare=st.integers(0, 30), **ENGINES)
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals

@@ -115,11 +115,13 @@ def assert_valid(output: RequestOutput, schema: dict[str, Any]) -> None:
         jsonschema.validate(json.loads(sample["text"]), schema)
 
 
+@pytest.mark.parametrize("first", [0, *whole_only([1, 2])])
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
-def test_every_output_is_valid_by_its_schema(options: dict, make_llm: Callable[..., LLM]) -> None:
-    """NANOINFER_TEST_SCHEMAS=1000 tries more."""
-    schemas = [random_schema(random.Random(seed)) for seed in range(NUM_SCHEMAS if not options else 30)]
-    params = [random_settings(index, schema) for index, schema in enumerate(schemas)]
+def test_every_output_is_valid_by_its_schema(options: dict, first: int, make_llm: Callable[..., LLM]) -> None:
+    """Of every third schema. NANOINFER_TEST_SCHEMAS=1000 tries more."""
+    seeds = range(first, NUM_SCHEMAS if not options else 30, 3)
+    schemas = [random_schema(random.Random(seed)) for seed in seeds]
+    params = [random_settings(index, schema) for index, schema in zip(seeds, schemas, strict=True)]
     llm = make_llm(device="cpu", max_num_seqs=64, **options)
     for output, schema in zip(generate(llm, params), schemas, strict=True):
         assert_valid(output, schema)
@@ -281,14 +283,13 @@ COMPANY = [
             {},
             {"top_k": 5},
             {"structured_outputs": None},
-            {"n": 3},
-            {"structured_outputs": {"regex": "[a-z ]{40}"}, "logprobs": 1},
-            {"structured_outputs": None, "top_p": 0.8, "max_tokens": 50},
+            {"n": 2},
+            {"structured_outputs": {"regex": "[a-z ]{20}"}, "logprobs": 1},
+            {"structured_outputs": None, "top_p": 0.8, "max_tokens": 30},
             {"repetition_penalty": 1.2, "min_tokens": 12},
             {"stop": '"likes"'},
             {"structured_outputs": {"choice": ["yes", "no"]}},
         ]
-        * 2
     )
 ]
 
@@ -321,24 +322,25 @@ class TestCompany:
 
     def test_more_guided_rows_than_are_drawn_at_once(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(max_num_seqs=160)
-        (output,) = generate(llm, guided(n=150, max_tokens=300))
-        assert_valid(output, PERSON)
+        short = {"type": "string", "minLength": 1, "maxLength": 6}
+        (output,) = generate(llm, guided(n=150, structured_outputs={"json": short}))
+        assert_valid(output, short)
         assert len({sample["text"] for sample in output["samples"]}) > 20
 
     def test_streams_give_the_same_text(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm()
-        params = [guided(seed, n=2) for seed in range(4)]
+        params = [guided(seed, n=2) for seed in range(2)]
         texts: dict[tuple[int, int], str] = {}
-        for new in llm.stream([PROMPT] * 4, params):
+        for new in llm.stream([PROMPT] * 2, params):
             place = new["index"], new["sample"]
             texts[place] = texts.get(place, "") + new["text"]
         expected = generate(llm, params)
-        assert texts == {(i, j): expected[i]["samples"][j]["text"] for i in range(4) for j in range(2)}
+        assert texts == {(i, j): expected[i]["samples"][j]["text"] for i in range(2) for j in range(2)}
 
     def test_an_aborted_request_leaves_the_others_alone(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm()
-        expected = generate(llm, guided(1))[0]
-        aborted, kept = (llm.add_request(PROMPT, guided(seed)) for seed in (0, 1))
+        expected = generate(llm, guided(1, 30))[0]
+        aborted, kept = (llm.add_request(PROMPT, guided(seed, 30)) for seed in (0, 1))
         outputs: dict[int, RequestOutput] = {}
         for step in range(1000):
             if step == 4:
@@ -381,8 +383,8 @@ def test_the_model_may_differ_from_its_tokenizer(
 ) -> None:
     """It has more tokens or fewer, and other ends of sequence, beside the tokenizer's, or none."""
     llm = make_llm(make_qwen3(vocab_size=vocab_size, eos_token_id=eos), tokenizer=BUNDLED_MODEL)
-    prompts = [[30]] * 20
-    for output in llm.generate(prompts, [guided(seed) for seed in range(20)], use_tqdm=False):
+    prompts = [[30]] * 8
+    for output in llm.generate(prompts, [guided(seed) for seed in range(8)], use_tqdm=False):
         assert_valid(output, PERSON)
         assert max(output["token_ids"]) < min(vocab_size, 2048)
     outputs = llm.generate(prompts, guided(structured_outputs={"regex": "[0-9]{1,3}"}, n=5), use_tqdm=False)
@@ -397,8 +399,8 @@ def test_a_schema_is_compiled_once(make_llm: Callable[..., LLM], monkeypatch: py
     monkeypatch.setattr(
         Grammars, "_compile_anew", lambda self, *wanted: compiled.append(wanted) or compile_anew(self, *wanted)
     )
-    generate(llm, [guided(seed) for seed in range(5)])
-    generate(llm, guided(structured_outputs={"json": json.dumps(PERSON)}))
+    generate(llm, [guided(seed, 3) for seed in range(5)])
+    generate(llm, guided(max_tokens=3, structured_outputs={"json": json.dumps(PERSON)}))
     assert len(compiled) == 1
 
 
