@@ -1,10 +1,10 @@
-"""Lines of OpenAI's /v1/embeddings, and Ray's column of embeddings: those of LLM.embed."""
+"""Lines of OpenAI's /v1/embeddings give the embeddings of LLM.embed."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +99,3 @@ def test_embeddings_beside_generation(make_llm: Callable[..., LLM], expected: np
     llm.abort(aborted)
     (output,) = llm.step()
     assert (output.embedding, output.error) == (None, "the request has ended: abort")
-
-
-@pytest.fixture
-def ray() -> Iterator[Any]:
-    """A cluster of this machine."""
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.whole  # a cluster takes seconds to start
-def test_ray_has_a_column_of_embeddings(ray: Any, expected: np.ndarray) -> None:
-    from nanoinfer.integrations.ray_embeddings import build
-
-    dataset = ray.data.from_items([{"prompt": text, "kept": i} for i, text in enumerate([*TEXTS, "a" * 1000])])
-    rows = sorted(build(dataset, BUNDLED_MODEL, size=1, **OPTIONS).take_all(), key=lambda row: row["kept"])
-    np.testing.assert_allclose(np.stack([row["embedding"] for row in rows[:3]]), expected, atol=1e-4)
-    assert [row["error"] is None for row in rows] == [True, True, True, False]
-    assert "must be at most max_model_len=200" in rows[3]["error"]
-    with pytest.raises(ValueError, match="column 'embedding': is there already"):
-        build(ray.data.from_items([{"prompt": "a", "embedding": 1}]), BUNDLED_MODEL, **OPTIONS)

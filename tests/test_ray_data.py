@@ -20,11 +20,13 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
 pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'")
 
+import numpy as np
 import pyarrow as pa
 from cases.tuned import Tuned
 from conftest import HAS_CUDA
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
+from nanoinfer.integrations import ray_embeddings
 from nanoinfer.integrations.ray_data import Generator, build
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
@@ -316,3 +318,16 @@ class TestCluster:
             build(rows, BUNDLED_MODEL, {"max_token": 3})
         with pytest.raises(ValueError, match="tensor_parallel_size=0"):
             build(rows.drop_columns(["text"]), BUNDLED_MODEL, tensor_parallel_size=0)
+
+    def test_a_column_of_embeddings(self) -> None:
+        texts, options = ["To be", "or not to be", "that is the question"], {**SMALL, "max_model_len": 200}
+        with LLM(BUNDLED_MODEL, **options) as llm:
+            expected = np.stack([output.embedding for output in llm.embed(texts, use_tqdm=False)])
+        dataset = ray.data.from_items([{"prompt": text, "kept": i} for i, text in enumerate([*texts, "a" * 1000])])
+        made = ray_embeddings.build(dataset, BUNDLED_MODEL, size=1, **options)
+        rows = sorted(made.take_all(), key=lambda row: row["kept"])
+        np.testing.assert_allclose(np.stack([row["embedding"] for row in rows[:3]]), expected, atol=1e-4)
+        assert [row["error"] is None for row in rows] == [True, True, True, False]
+        assert "must be at most max_model_len=200" in rows[3]["error"]
+        with pytest.raises(ValueError, match="column 'embedding': is there already"):
+            ray_embeddings.build(ray.data.from_items([{"prompt": "a", "embedding": 1}]), BUNDLED_MODEL, **options)
