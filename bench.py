@@ -112,6 +112,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "logprobs": args.logprobs,
         "dtype": config.dtype,
+        "routing": args.routing if args.config and has_experts(args.config) else None,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kv_offload_gib": args.kv_offload_gib,
