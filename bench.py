@@ -6,6 +6,7 @@
     python bench.py --compare transformers      # the same prompts through transformers too
     python bench.py --plot run.png              # draw the last repeat, step by step
     python bench.py --config 8b --weights       # how long weights take to change, and memory to go and come back
+    python bench.py --config 8b --save FOLDER   # write these random weights, so that others measure the same
 
 The prompts are random tokens from seed 0. --help lists the workloads. Standard error says what the command is at.
 """
@@ -33,6 +34,7 @@ from nanoinfer.benchmark.output.files import check_files, write_files
 from nanoinfer.benchmark.output.report import report
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
+from nanoinfer.benchmark.save import check_save, save_weights
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
 from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.weights import time_weights
@@ -112,6 +114,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "logprobs": args.logprobs,
         "dtype": config.dtype,
+        "routing": args.routing if args.config and has_experts(args.config) else None,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kv_offload_gib": args.kv_offload_gib,
@@ -282,9 +285,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logprobs", type=int, help="let every request ask for log-probabilities (default: none)")
     parser.add_argument("--weights", action="store_true", help="time changes of the weights, and sleep, instead")
     parser.add_argument("--compare", choices=["transformers"], help="run the same prompts through it too")
+    parser.add_argument("--save", metavar="FOLDER", help="write the weights of --config there, and measure nothing")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
+    try:
+        check_save(args, parser.get_default)
+    except ValueError as error:
+        parser.error(str(error))
     args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
@@ -352,6 +360,9 @@ def main() -> None:
     args = parse_args()
     directory = tempfile.TemporaryDirectory
     with directory() as scratch, directory() as draft, StatusLine() as status:
+        if args.save:
+            save_weights(args, status)
+            return
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)

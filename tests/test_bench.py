@@ -647,6 +647,8 @@ def test_random_weights_and_json(
     } <= set(figures)  # fmt: skip
     assert figures["command"].startswith("--config tiny --num-seqs 8 ")
     assert figures["workload"] == "nano 4-12 in, 4-12 out"
+    assert figures["routing"] is None
+    assert "routers" not in told.out
     assert len(figures["repeats"]) == 3
     assert figures["seconds"] == sorted(figures["repeats"])[1]
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens_out"] / figures["seconds"])

@@ -145,6 +145,8 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # what config.json calls their number
+STACKED = "gemma4_text", "qwen3_5_moe_text"  # whose checkpoints, if plain, have a layer's experts in two tensors
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 
 
@@ -294,7 +296,12 @@ def draw_stop_ids(mean: int, vocab_size: int) -> list[int]:
 
 def has_experts(name: str) -> bool:
     """Return whether a published shape has experts."""
-    return "num_experts" in SHAPES[name][1]
+    return any(field in SHAPES[name][1] for field in EXPERTS)
+
+
+def has_stacks(name: str) -> bool:
+    """Return whether checkpoints of a published shape, if plain, have the experts of a layer in two tensors."""
+    return SHAPES[name][1]["model_type"] in STACKED
 
 
 def write_config(name: str, folder: str) -> None:

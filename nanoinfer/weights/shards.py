@@ -49,6 +49,20 @@ class Drawn(Written, Protocol):
         ...
 
 
+@runtime_checkable
+class Saved(Written, Protocol):
+    """Such a part that a checkpoint can have as it is."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the checkpoint's tensor."""
+        ...
+
+    def copy_to(self, stored: Tensor) -> None:
+        """Write what fills it into `stored`, a slice of the checkpoint's tensor in host memory."""
+        ...
+
+
 Target = Tensor | Written
 Fill = Literal["noise", "ones", "zeros"]
 

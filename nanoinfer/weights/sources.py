@@ -82,6 +82,14 @@ class Beside:
             return None
         return f"model.{known}" if self.may_be_bare and not known.startswith("model.") else known
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a new checkpoint has for a tensor of the language model or of the tower."""
+        if not self.is_multimodal:
+            return name
+        if name.startswith(OTHER_MODELS):
+            return f"model.{name}"
+        return name.replace("model.", f"model.{LANGUAGE_MODEL}", 1)
+
 
 NOTHING = Beside()
 

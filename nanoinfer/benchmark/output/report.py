@@ -6,10 +6,14 @@ from typing import Any
 
 from nanoinfer.benchmark.workloads import WORKLOADS
 
+SHARES = {"even": "tokens use all experts about as often", "skewed": "tokens use experts as often as Zipf's law says"}
+
 
 def report(result: dict[str, Any], is_short: bool) -> None:
     """Print the figures of nanoinfer's run, for a person to read. is_short: it ran fewer requests than a GPU would"""
     print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
+    if result["routing"]:
+        print(f"random weights, {result['routing']} routers: {SHARES[result['routing']]}")
     runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
     print(
         f"workload {result['workload']}: {result['num_seqs']} requests, {result['tokens_in']:,} tokens in,"

@@ -198,15 +198,28 @@ class Fp8Rows:
 
     def _write(self, in_fp8: Tensor) -> None:
         """Write those of the numbers that are this rank's."""
-        rows, columns = (
+        as_bytes(self.store.weight)[self.rows].copy_(as_bytes(in_fp8)[self._within])
+
+    @property
+    def _within(self) -> tuple[slice, ...]:
+        """Where this rank's numbers lie in what fills these rows."""
+        return tuple(
             slice(own.start - cover.start, own.stop - cover.start)
             for own, cover in zip(self.own, self.cover, strict=True)
         )
-        as_bytes(self.store.weight)[self.rows].copy_(as_bytes(in_fp8)[rows, columns])
 
     def unpacked(self) -> Tensor:
         """Return a copy of these rows as float32, without their scales."""
         return self.store.weight[self.rows].float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the numbers."""
+        return FP8
+
+    def copy_to(self, stored: Tensor) -> None:
+        """Write those of the numbers that are this rank's into what fills these rows."""
+        as_bytes(stored)[self._within].copy_(as_bytes(self.store.weight)[self.rows])
 
 
 @dataclass(frozen=True)
@@ -250,3 +263,12 @@ class Fp8Scales:
     def unpacked(self) -> Tensor:
         """Return the scales as they are."""
         return self.scales
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the scales."""
+        return self.scales.dtype
+
+    def copy_to(self, stored: Tensor) -> None:
+        """Write the scales of these blocks of the checkpoint, each of which has one."""
+        stored[self.rows[:, None], self.columns] = self.scales.to(stored.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.weights.shards import FLOATS
@@ -53,6 +54,19 @@ class Packing:
         order = [self.places.index(number) for number in range(self.count)]
         return numbers.unflatten(-1, (-1, self.count))[..., order].flatten(-2)
 
+    def pack(self, numbers: Tensor) -> Tensor:
+        """Return the integers that `unpack` takes; the last one may have numbers of 0 behind those that are given."""
+        padded = F.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % self.count))
+        numbers = padded.unflatten(-1, (-1, self.count))[..., list(self.places)].flatten(-2)
+        if self.bits == HALF_BYTE:
+            numbers = numbers[..., 0::2] | numbers[..., 1::2] << HALF_BYTE
+        return numbers.contiguous().view(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The integers'."""
+        return torch.int32 if self.bits * self.count == INT32 else torch.uint8
+
 
 @dataclass(frozen=True)
 class Field:
@@ -85,7 +99,7 @@ class Field:
             return frozenset({scales})  # bytes that stand for other numbers, and floats of few bits
         packing = self.along_inputs or self.along_outputs
         if packing is not None:
-            return frozenset({torch.int32 if packing.bits * packing.count == INT32 else torch.uint8})
+            return frozenset({packing.dtype})
         return DTYPES[self.fills]
 
     def steps(self, group: int) -> tuple[int, int]:
@@ -122,6 +136,12 @@ class Field:
         if self.along_outputs is not None:
             return self.along_outputs.unpack(upright.mT).mT
         return upright if self.along_inputs is None else self.along_inputs.unpack(upright)
+
+    def packed(self, numbers: Tensor) -> Tensor:
+        """Return what a tensor of numbers has for [outputs, inputs], if it packs them along the inputs."""
+        assert self.along_inputs is not None
+        integers = self.along_inputs.pack(numbers)
+        return integers if self.block is None else integers.unflatten(-1, (-1, self.block))
 
 
 def _add(integers: Tensor, number: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import SPREADS, pack
+from nanoinfer.kernels.groups import SPREADS, pack, unpack
 from nanoinfer.kernels.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.fields import Field, Fills
 from nanoinfer.weights.formats.groups.store import GroupStore
@@ -171,6 +171,24 @@ class Part:
             inputs = torch.arange(self.own[1].start, self.own[1].stop)
             store.order.g_idx[self.number] = inputs // store.own_group
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the checkpoint's tensor, of numbers or scales."""
+        packing = self.field.along_inputs
+        return self.store.scales.dtype if packing is None or self.field.fills == "scales" else packing.dtype
+
+    def copy_to(self, stored: Tensor) -> None:
+        """Write the numbers, or the scales, of these rows, all of whose inputs this rank has."""
+        store, rows = self.store, self.rows
+        if self.field.fills == "scales":
+            stored.copy_(store.scales[rows, :: store.own_group // store.group])
+            return
+        assert self.field.fills == "numbers"
+        assert store.order is None
+        many = max(NUMBERS_AT_ONCE // store.in_features, 1)
+        for words, some in zip(store.words[rows].split(many), stored.split(many), strict=True):
+            some.copy_(self.field.packed(unpack(words, store.bits, store.in_features)))
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -293,6 +311,17 @@ class Expected:
 
     def draw(self, generator: torch.Generator) -> None:
         """Nothing is to be filled."""
+
+
+@dataclass(frozen=True)
+class ExpectedShape(Expected):
+    """The shape of a matrix, which tools write beside packed numbers."""
+
+    dtype = torch.int64
+
+    def copy_to(self, stored: Tensor) -> None:
+        """Write the shape."""
+        stored.copy_(self._values())
 
 
 def _zero_of(store: GroupStore) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.layout import Layout
-from nanoinfer.weights.formats.groups.parts import Expected, Part, Rounded
+from nanoinfer.weights.formats.groups.parts import Expected, ExpectedShape, Part, Rounded
 from nanoinfer.weights.formats.groups.store import GroupStore, rows_and_inputs
 from nanoinfer.weights.shards import Section, Shard, rows_of
 
@@ -107,7 +107,8 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
     steps, dtypes = field.steps(store.own_group), field.dtypes(store.layout.scales)
     shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
     if field.constant:
-        expected = Expected(store, name, field, torch.Size(shape), section.shape)
+        kind = ExpectedShape if field.fills == "shape" else Expected
+        expected = kind(store, name, field, torch.Size(shape), section.shape)
         return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
     if store.order is not None and field.fills in ("scales", "zeros"):
