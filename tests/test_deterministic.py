@@ -293,7 +293,7 @@ class TestChanges:
     @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
     @pytest.mark.whole
     def test_replicas(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
-        cases = draw_cases(random.Random(1), 256, 6)
+        cases = draw_cases(random.Random(1), 256, 6, SHORT)
         prompts, params = [case.prompt for case in cases], [case.params for case in cases]
         together = make_llm(**options, data_parallel_size=2).generate(prompts, params, use_tqdm=False)
         assert [bits_of(output) for output in together] == bits(make_llm(**options))

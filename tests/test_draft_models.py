@@ -25,7 +25,7 @@ __all__ = ["expected", "plain"]  # fixtures
 ITSELF = {"speculation": "draft", "draft_model": BUNDLED_MODEL}
 PLAIN_PARAMS = [
     SamplingParams(
-        temperature=[0, 0.7, 1.3][i % 3], seed=i, max_tokens=[30, 3, 14][i % 3], n=1 + i % 3, ignore_eos=True
+        temperature=[0, 0.7, 1.3][i % 3], seed=i, max_tokens=[31, 3, 15][i % 3], n=1 + i % 3, ignore_eos=True
     )
     for i in range(9)
 ]
@@ -115,7 +115,7 @@ def test_empty_places_change_nothing(is_itself: bool, make_qwen3: Callable[..., 
         "num_kvcache_blocks": 20,
         "max_num_seqs": 2,
     }
-    params = [SamplingParams(temperature=0.8 * i, max_tokens=2 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
+    params = [SamplingParams(temperature=0.8 * i, max_tokens=3 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
     outputs = []
     for options in (
         {},

@@ -306,7 +306,7 @@ class TestCompany:
         "options",
         [
             *whole_only([{}, {"max_num_batched_tokens": 5}]),
-            *whole_only([{"kvcache_block_size": 16, "num_kvcache_blocks": 20, "max_model_len": 300}]),
+            *whole_only([{"kvcache_block_size": 16, "num_kvcache_blocks": 13, "max_model_len": 208}]),
             *whole_only([{"max_num_seqs": 3}]),
             {"tensor_parallel_size": 2},
         ],
