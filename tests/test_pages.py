@@ -111,12 +111,13 @@ def examples(page: Path) -> list[Example]:
 
 
 def cases() -> list[object]:
-    """Return each page's examples: the first one, and TRL's, run always."""
+    """Return each page's examples: the first one, unless it is a command, and TRL's run always."""
     found = []
     for page in PAGES:
         pairs = zip(examples(page), PRINTED.get(page.name, []), strict=True)
         for number, (example, printed) in enumerate(pairs, 1):
-            marks = [] if number == 1 or "trl" in example.text else [pytest.mark.whole]
+            is_first = number == 1 and example.language == "python"
+            marks = [] if is_first or "trl" in example.text else [pytest.mark.whole]
             found.append(pytest.param(example, printed, marks=marks, id=f"{page.stem}-{number}"))
     return found
 
