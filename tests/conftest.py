@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Costs(most))
     if BESIDE_OTHERS:
         config.pluginmanager.register(Worker())
+    if HAS_CUDA and config.option.tbstyle == "auto":
+        config.option.tbstyle = "short"  # to show a tensor whose memory is gone leaves the process no device
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -184,7 +184,7 @@ class TestInCompany:
         assert difference.cause.endswith(f"is {difference.in_company}")
 
     def test_the_command(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        formats = ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+        formats = ["--device", "cpu", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
         monkeypatch.setitem(LONGEST, "cpu", SHORT)
         limits = ["--seconds", "0", "--requests", "3"]
         monkeypatch.setattr(sys, "argv", ["determinism", BUNDLED_MODEL, *limits, *formats])

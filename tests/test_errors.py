@@ -598,6 +598,8 @@ class TestConfig:
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_more_blocks_than_the_memory_holds(self, device: str, make_qwen3: Callable[..., str]) -> None:
         """16 TiB."""
+        if device == "cpu" and Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+            pytest.skip("this machine promises any memory")
         with pytest.raises(ValueError, match=r"num_kvcache_blocks=8000000: a KV cache of .* GiB does not fit"):
             LLM(make_qwen3(head_dim=256), device=device, num_kvcache_blocks=8 * 10**6)
 

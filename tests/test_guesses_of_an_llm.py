@@ -292,8 +292,7 @@ class GuessesBad:
     """Guesses tokens behind which logits are NaN."""
 
     def propose(self, rows: Any, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = len(rows.slots), most
-        return torch.full(shape, BAD, dtype=torch.int32), torch.full(shape[:1], most, dtype=torch.int32)
+        return torch.full_like(rows.slots[:, None].expand(-1, most), BAD), torch.full_like(rows.slots, most)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -21,7 +21,8 @@ from conftest import HAS_CUDA, of_each_kind
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.runner.memory import holdings, host_copy
+from nanoinfer.process import host_memory
+from nanoinfer.runner.memory import holdings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -317,7 +318,7 @@ class TestMemoryOfAGPU:
         torch.zeros(1, device="cuda")  # makes the context
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
-        llm = make_llm(num_kvcache_blocks=20 << 30 >> 20, kvcache_block_size=256)
+        llm = make_llm(num_kvcache_blocks=4 << 30 >> 20, kvcache_block_size=256)
         llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
         held = before - torch.cuda.mem_get_info()[0]
         llm.sleep(level)
@@ -329,8 +330,9 @@ class TestMemoryOfAGPU:
         llm = make_llm(**GPU_OPTIONS)
         before = results(llm)
         llm.sleep()
-        free = torch.cuda.mem_get_info()[0]
-        taken = torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda")
+        taken = []
+        while (free := torch.cuda.mem_get_info()[0]) > 4 << 20:  # processes that end give back more
+            taken.append(torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda"))
         with pytest.raises(RuntimeError, match=r"the device has no memory for the weights: .* GiB left"):
             llm.wake_up()
         assert llm.is_sleeping
@@ -347,7 +349,7 @@ class TestMemoryOfAGPU:
             raise OSError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(host_copy.mmap, "mmap", refuse)
+            patch.setattr(host_memory.mmap, "mmap", refuse)
             with pytest.raises(RuntimeError, match=r"no memory for the weights, of which sleep\(level=2\) keeps none"):
                 llm.sleep()
         assert not llm.is_sleeping

@@ -169,7 +169,7 @@ def _bundled(parts: list[Copy]) -> list[list[Copy]]:
     left = 0
     for part in parts:
         left -= _room(part[1])
-        if left < 0:
+        if left < 0 or not bundles:  # the first may be of no numbers
             bundles.append([])
             left = BUFFER_BYTES // 4 - _room(part[1])
         bundles[-1].append(part)

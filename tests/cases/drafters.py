@@ -46,7 +46,7 @@ class Prophet:
         """right: in the first step, in the second, and so on, over and over"""
         self._known = pad_sequence([torch.tensor(text, dtype=torch.int32) for text in known], batch_first=True)
         self._lengths = torch.tensor([len(text) for text in known])
-        self._right, self._step = torch.tensor(right), torch.tensor(0)
+        self._right, self._step = torch.tensor(right), torch.tensor([0])
 
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
         device = rows.slots.device
