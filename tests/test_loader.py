@@ -278,6 +278,10 @@ def test_dummy_weights_need_no_checkpoint(make_llm: Callable[..., LLM], make_qwe
 class TestUploads:
     """Files go to a GPU through pinned buffers."""
 
+    def test_a_first_tensor_of_no_numbers_goes_with_the_next(self) -> None:
+        parts = [(torch.empty(size, 48), torch.empty(size, 48)) for size in (0, 2)]
+        assert [len(bundle) for bundle in pinned._bundled(parts)] == [2]
+
     @pytest.mark.parametrize("shape", [(), (1,), (100,), (3, 5), (5, 33), (2, 3, 50), (4, 0)])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_parts_fit_a_buffer_and_are_all(
