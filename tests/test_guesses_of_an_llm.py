@@ -53,7 +53,7 @@ SETTINGS = [
 ]
 PARAMS = [*(replace(params, max_tokens=min(params.max_tokens, 16)) for params in different_settings(12)), *SETTINGS]
 PROMPTS = [SPEECHES[i % len(SPEECHES)] for i in range(len(PARAMS))]
-SOME = slice(None, None, 5)  # of them, with a setting of each kind
+SOME = slice(None, None, 5)  # of them, where all would take long
 
 
 def make(**options: Any) -> LLM:
