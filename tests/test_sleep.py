@@ -331,7 +331,7 @@ class TestMemoryOfAGPU:
         before = results(llm)
         llm.sleep()
         taken = []
-        while (free := torch.cuda.mem_get_info()[0]) > 4 << 20:  # processes that end give back more
+        while (free := torch.cuda.mem_get_info()[0]) > 4 << 20:
             taken.append(torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda"))
         with pytest.raises(RuntimeError, match=r"the device has no memory for the weights: .* GiB left"):
             llm.wake_up()

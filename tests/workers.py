@@ -67,11 +67,6 @@ class Worker:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: ("alone" in item.keywords, -patience(item)))
 
-    def pytest_sessionfinish(self) -> None:
-        """End beside no test that runs alone: its GPU's memory does not change."""
-        self.last = self.file.open("w")
-        fcntl.flock(self.last, fcntl.LOCK_SH)
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Wait for the turn of a test before its timeout begins to run."""
