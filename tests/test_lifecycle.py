@@ -71,7 +71,7 @@ def attempt(what, *args, **kwargs):
 
 
 if __name__ == "__main__":
-    llm = LLM(BUNDLED_MODEL, device="cuda", tensor_parallel_size=ranks, num_kvcache_blocks=16)
+    llm = LLM(BUNDLED_MODEL, device="cuda", tensor_parallel_size=ranks, num_kvcache_blocks=64)
     params = SamplingParams(max_tokens=60, logprobs=2, ignore_eos=True)
     attempt(llm.generate, [[30 + i] for i in range(40)], params, use_tqdm=False)
     attempt(llm.generate, [[30]], params, use_tqdm=False)
