@@ -76,7 +76,8 @@ class Config:
         with a scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in
         MXFP4. None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
-        has some; flash_attn cannot read it; "auto": the cache has `dtype`
+        has some; flash_attn cannot read it, and GPUs before compute capability 8.9 cannot write it; "auto": the cache
+        has `dtype`
     state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that

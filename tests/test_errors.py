@@ -567,6 +567,13 @@ class TestConfig:
         with pytest.raises(ValueError, match="at most 256 numbers, a multiple of 8, not 512; 'triton' and 'torch' do"):
             choose_backend("flash_attn", "cuda", torch.bfloat16, 256, head_dim=512)
 
+    @pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+    def test_a_cache_in_fp8_on_a_gpu_that_lacks_it(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+        with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': needs a GPU of .* 8.9 or more, not 8.6; 'auto'"):
+            choose_backend(backend, "cuda", torch.bfloat16, 256, 64, in_fp8=True)
+        assert choose_backend(backend, "cuda", torch.bfloat16, 256, 64) in ("triton", "torch")
+
     def test_more_ranks_than_gpus(self) -> None:
         if (count := torch.cuda.device_count()) >= 8:
             pytest.skip("this machine has GPUs enough")

@@ -17,7 +17,7 @@ from test_quantization import FP8_CONFIG, write_checkpoint
 
 from nanoinfer import LLM
 from nanoinfer.checkpoint import Checkpoint
-from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
+from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Weight
 from nanoinfer.kernels.linear import fp8_linear
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description
@@ -104,7 +104,7 @@ class TestLayers:
     def test_kernels_take_every_ranks_down_projections(
         self, ranks: int, glm: Description, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(fp8_linear, "_capability", lambda device: fp8_linear.HAS_FP8)
+        monkeypatch.setattr(fp8_linear, "capability", lambda device: HAS_FP8)
         held = {"dense": 0, "experts": 0, "shared": 0}
         for index in range(ranks):
             dense, mixture = (make_mlp(glm, layer, rank(index, ranks)) for layer in range(2))

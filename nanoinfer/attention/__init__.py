@@ -12,6 +12,7 @@ from torch import Tensor
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Scoring
 from nanoinfer.checks import check_choice
+from nanoinfer.kernels.fp8 import HAS_FP8
 
 
 class AttentionBackend(Protocol):
@@ -37,7 +38,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-HAS_FP8 = (8, 9)  # the first GPUs that convert FP8
 BACKENDS = ("flash_attn", "triton", "torch")
 
 
@@ -55,9 +55,11 @@ def choose_backend(
 
     in_fp8: whether the KV cache is in FP8; has_sinks: whether some layer's heads have sinks (Scoring.sinks)
     in_order: whether it must add up in one order on CUDA, for deterministic=True
-    Raises ValueError, with the reason, if the named backend cannot run.
+    Raises ValueError, with the reason, if the named backend cannot run, or the GPU cannot keep such a cache.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
+    if in_fp8:
+        _check_converts_fp8(device)
     if name == "auto":
         return "torch" if device == "cpu" else "triton"
     if in_order and name != "triton":
@@ -69,7 +71,7 @@ def choose_backend(
     if name == "flash_attn":
         problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks)
     elif name == "triton":
-        problem = _triton_problem(device, in_fp8)
+        problem = _triton_problem(device)
     if problem:
         raise ValueError(f"attention_backend={name!r}: {problem}")
     return name
@@ -129,12 +131,18 @@ def _flash_attn_problem(
     return None
 
 
-def _triton_problem(device: str, in_fp8: bool) -> str | None:
+def _triton_problem(device: str) -> str | None:
     import triton
 
     if device == "cpu" and not triton.knobs.runtime.interpret:
         return "needs device='cuda', or TRITON_INTERPRET=1 in the environment to interpret the kernels on the CPU"
-    if device == "cuda" and in_fp8 and (capability := torch.cuda.get_device_capability()) < HAS_FP8:
-        needed, has = (".".join(map(str, numbers)) for numbers in (HAS_FP8, capability))
-        return f"needs a GPU of compute capability {needed} or more for kv_cache_dtype='fp8', not {has}; use 'torch'"
     return None
+
+
+def _check_converts_fp8(device: str) -> None:
+    """Raise ValueError for a GPU on which our kernel cannot write keys in FP8, whichever backend would read them."""
+    if device == "cuda" and (capability := torch.cuda.get_device_capability()) < HAS_FP8:
+        needed, has = (".".join(map(str, numbers)) for numbers in (HAS_FP8, capability))
+        raise ValueError(
+            f"kv_cache_dtype='fp8': needs a GPU of compute capability {needed} or more, not {has}; 'auto' keeps `dtype`"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,19 @@ from torch import Tensor
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 FP8 = torch.float8_e4m3fn
+HAS_FP8 = (8, 9)  # the first GPUs that convert and multiply FP8, and for which Triton has the type
 LARGEST = 448.0  # the largest number; those beyond become NaN, if nobody limits them before
 BLOCK = tl.constexpr(128)  # a scale serves so many neighbouring numbers of a token, and a multiple in a weight's row
 ROOM = 4  # tokens: Fp8Tokens has room for a multiple
 SLOW = range(129, 256)  # tokens: cuBLAS multiplies 256 sooner (measured on an H200); other kernels read no more
 BLOCKS_PER_PROGRAM = 16
 LEAST_SCALE = tl.constexpr(2.0**-120)  # float32 has its reciprocal, too
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability; that of the CPU is 0.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 class Fp8Tokens(NamedTuple):

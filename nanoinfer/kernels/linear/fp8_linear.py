@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight, quantize
+from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
 from nanoinfer.kernels.launch import (
     can_launch_early,
     early_launch,
@@ -34,7 +34,6 @@ from nanoinfer.kernels.linear.weight import add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 
-HAS_FP8 = (8, 9)  # the first GPUs whose tensor cores multiply FP8
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
 CUBLAS_VERSION = (12, 9)  # of CUDA, in which cuBLAS came to do so
 CUBLAS_BLOCK = (128, 128)  # of the weight
@@ -66,7 +65,7 @@ def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
     """
     in_features, (_, width) = weight.numbers.shape[-1], weight.block
     in_blocks = in_features % BLOCK.value == width % BLOCK.value == 0
-    return in_blocks and x.itemsize == 2 and _capability(weight.numbers.device) >= HAS_FP8
+    return in_blocks and x.itemsize == 2 and capability(weight.numbers.device) >= HAS_FP8
 
 
 class Fp8LinearWeight(Fp8Weight):
@@ -168,13 +167,7 @@ def _cublas_can(weight: Fp8Weight, dtype: torch.dtype) -> bool:
     in_features, device = weight.numbers.shape[1], weight.numbers.device
     if weight.block != CUBLAS_BLOCK or in_features % CUBLAS_MULTIPLE or dtype != torch.bfloat16:
         return False
-    return _capability(device) == CUBLAS_SCALES_BLOCKS and _torch_can()
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's compute capability; that of the CPU, which multiplies no FP8, is 0.0."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return capability(device) == CUBLAS_SCALES_BLOCKS and _torch_can()
 
 
 @functools.cache

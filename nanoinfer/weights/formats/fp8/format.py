@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.kernels.fp8 import BLOCK, FP8
-from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
+from nanoinfer.kernels.fp8 import BLOCK, FP8, HAS_FP8
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.fp8.experts import Fp8Experts
