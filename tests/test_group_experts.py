@@ -22,6 +22,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import GroupWeight, dequantize_reference
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
+from nanoinfer.kernels.linear.groups import scales
 
 MXFP4 = Grouping("e2m1", 32, torch.uint8, has_zeros=False, has_factors=False)
 NVFP4 = Grouping("e2m1", 16, FP8, has_zeros=False, has_factors=True)
@@ -100,6 +101,13 @@ def test_experts_in_groups(grouping: Grouping, dtype: torch.dtype, tokens: int) 
 @pytest.mark.parametrize("grouping", [MXFP4, INT4], ids=str)
 def test_biases_and_clamped_gates(grouping: Grouping, tokens: int) -> None:
     compare(make(grouping, 4, 96, 64), tokens, 3, torch.float32, CLAMPED, biased=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_scales_in_fp8_are_bytes_where_triton_lacks_the_type(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scales, "_lacks_fp8", lambda _: True)
+    for dtype in ALL_DTYPES:
+        compare(make(NVFP4, 4, 128, 64), tokens, 2, dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -13,7 +13,7 @@ from nanoinfer.kernels.groups import BITS, E2M1, GroupWeight, Numbers, dequantiz
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.groups import cpu, dense, in_order, one_row
+from nanoinfer.kernels.linear.groups import cpu, dense, in_order, one_row, scales
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize, dequantize_triton
 from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight, Shape, check_order, group_in_order
@@ -153,6 +153,19 @@ def test_groups_that_are_no_power_of_two(kind: Kind, columns: int) -> None:
     weight, x = make(kind, 64, columns), draw(3, columns)
     assert_near(one_wave_triton(x, weight, Cut(16, 64)), expected(x, weight, None))
     assert_near(group_row_linear(x[:1], weight), expected(x[:1], weight, None))
+
+
+def test_scales_in_fp8_are_bytes_where_triton_lacks_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that FP8 has, in each kernel; such a GPU is before compute capability 8.9."""
+    monkeypatch.setattr(scales, "_lacks_fp8", lambda _: True)
+    weight, x = make(("e2m1", 16, FP8, False, True), 64, 256), draw(3, 256)
+    every = torch.arange(weight.scales.numel(), device=DEVICE) % 256
+    every[every & 0x7F == 0x7F] = 0  # they are NaN
+    weight = weight._replace(scales=every.to(torch.uint8).view(FP8).view_as(weight.scales))
+    assert torch.equal(dequantize_triton(weight, torch.float32, 256), dequantize_reference(weight, torch.float32))
+    assert_near(one_row_linear(x[:1], weight), expected(x[:1], weight, None))
+    assert_near(group_row_linear(x[:1], weight), expected(x[:1], weight, None))
+    assert_near(one_wave_triton(x, weight, Cut(16, 64)), expected(x, weight, None))
 
 
 class TestChoices:

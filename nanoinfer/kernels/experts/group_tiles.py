@@ -18,7 +18,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
-from nanoinfer.kernels.linear.groups.scales import narrow, widen
+from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
 from nanoinfer.kernels.linear.one_wave import add_product
 from nanoinfer.kernels.sorting import Groups
 from nanoinfer.kernels.unpacking import unpack_tile
@@ -69,7 +69,10 @@ def multiply_group_tiles(
     programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items
     _group_tiles_kernel[(programs,)](
         x,
-        *weight[:4],
+        weight.words,
+        readable(weight.scales),
+        weight.zeros,
+        weight.factors,
         bias,
         added,
         out,

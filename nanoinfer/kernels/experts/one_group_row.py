@@ -17,7 +17,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
-from nanoinfer.kernels.linear.groups.scales import widen
+from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import load_bias, store_dots
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
@@ -58,7 +58,10 @@ def _launch(
     _expert_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
         x,
         *routes,
-        *weight[:4],
+        weight.words,
+        readable(weight.scales),
+        weight.zeros,
+        weight.factors,
         bias,
         out,
         size,

@@ -21,6 +21,7 @@ from nanoinfer.kernels.launch import early_launch, fetch_rows, load_complete, nu
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
+from nanoinfer.kernels.linear.groups.scales import readable
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
@@ -90,7 +91,7 @@ def _launch(
     ranks = len(lane.inboxes) if lane else 1
     of_groups = weight if isinstance(weight, GroupWeight) else None
     numbers, scales, (height, width) = (
-        (weight.words, weight.scales, (None, None)) if isinstance(weight, GroupWeight) else parts_of(weight)
+        (weight.words, readable(weight.scales), (None, None)) if isinstance(weight, GroupWeight) else parts_of(weight)
     )
     weight_rows, in_features = len(numbers), x.shape[1]
     assert x.is_contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
-from nanoinfer.kernels.linear.groups.scales import widen
+from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
 COPY = 32 << 20  # bytes
@@ -58,7 +58,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Ten
     zeros = weight.zeros
     _dequantize_kernel[(triton.cdiv(weight.in_features, step), triton.cdiv(rows, ROWS))](
         weight.words,
-        weight.scales,
+        readable(weight.scales),
         zeros,
         weight.factors,
         out,

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.launch import early_launch, fetch, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
-from nanoinfer.kernels.linear.groups.scales import widen
+from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import load_bias, store_dots
 from nanoinfer.kernels.unpacking import dot_words, load_places
 
@@ -42,7 +42,7 @@ def group_row_linear(
     _group_row_kernel[(triton.cdiv(weight_rows, ROWS),)](
         x,
         weight.words,
-        weight.scales,
+        readable(weight.scales),
         zeros,
         weight.factors,
         bias,

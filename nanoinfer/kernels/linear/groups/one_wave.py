@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, GroupWeight, scales_are_exact
 from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
-from nanoinfer.kernels.linear.groups.scales import narrow, widen
+from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -120,7 +120,7 @@ def one_wave_triton(
     out = torch.empty((cut.pieces, tokens, out_features), dtype=out_dtype, device=x.device)
     steps = triton.cdiv(in_features, step)
     grid = (triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n), cut.pieces)
-    zeros, scales, is_first = weight.zeros, weight.scales, scales_are_exact(weight, x.dtype)
+    zeros, scales, is_first = weight.zeros, readable(weight.scales), scales_are_exact(weight, x.dtype)
     groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
     stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
     _group_wave_kernel[grid](

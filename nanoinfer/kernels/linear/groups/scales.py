@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.fp8 import FP8, HAS_FP8, capability
+
+
+def readable(scales: Tensor) -> Tensor:
+    """Return scales as kernels load them: those in FP8 as int8, if Triton lacks this type for their GPU."""
+    return scales.view(torch.int8) if scales.dtype == FP8 and _lacks_fp8(scales.device) else scales
+
+
+def _lacks_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and capability(device) < HAS_FP8
 
 
 @triton.jit
 def widen(scales):
-    """Return scales of any type as float32, exactly; a byte is a power of two, with 127 added."""
+    """Return scales of any type as float32, exactly; an uint8 is a power of two, with 127 added, an int8 an e4m3."""
     if scales.dtype == tl.uint8:
         bits = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)  # 2^-127 has no exponent of its own
         return bits.to(tl.float32, bitcast=True)
+    elif scales.dtype == tl.int8:
+        byte = scales.to(tl.int32)
+        bits = (byte & 0x7F) << 20 | (byte & 0x80) << 24
+        return bits.to(tl.float32, bitcast=True) * 2.0**120  # their exponents have other zeros
     else:
         return scales.to(tl.float32)
 
