@@ -123,6 +123,7 @@ def one_wave_triton(
     zeros, scales, is_first = weight.zeros, readable(weight.scales), scales_are_exact(weight, x.dtype)
     groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
     stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
+    room, tile = shared_memory(x.device), cut.block_n * step * x.itemsize  # unpacked, it may go through shared memory
     _group_wave_kernel[grid](
         x,
         weight.words,
@@ -152,7 +153,7 @@ def one_wave_triton(
         BLOCK_K=step,
         LINES=cut.lines,
         num_warps=cut.warps,
-        num_stages=max(min(cut.stages, shared_memory(x.device) // stage), 1),
+        num_stages=max(min(cut.stages, room // stage, (room - tile) // stage + 1), 1),
         enable_fp_fusion=not in_order,
         **early_launch(x),
     )
