@@ -30,7 +30,7 @@ import warnings
 import torch
 import triton
 import triton.language as tl
-from h100 import H100
+from card_compiler import Machine
 from triton import knobs
 from triton.runtime import driver
 
@@ -60,11 +60,11 @@ compiled, loaded, launched, devices, seen, device = [], [], [], set(), [], threa
 knobs.compilation.listener = lambda metadata, **_: compiled.append(metadata["name"])
 torch.cuda.set_device = lambda number: setattr(device, "of", number)
 device.of = "of the caller"
-h100 = H100()
-h100.launcher_cls = Launcher
-h100.utils.load_binary = lambda name, *_: (loaded.append(name) or 1, 1, 0, 0, 1024)
-h100.utils.unload_module = lambda *_: None
-driver.set_active(h100)
+machine = Machine()
+machine.launcher_cls = Launcher
+machine.utils.load_binary = lambda name, *_: (loaded.append(name) or 1, 1, 0, 0, 1024)
+machine.utils.unload_module = lambda *_: None
+driver.set_active(machine)
 x = torch.ones(64)
 
 

@@ -1,4 +1,4 @@
-"""Launches of kernels in the shapes of published models, for tensors that may have no memory; see h100.py."""
+"""Launches of kernels in the shapes of published models, for tensors that may have no memory; see card_compiler.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Literal
 
 import torch
 from decoder_rows import launch_row
 from guess_launches import draft_and_accept
 from torch import Tensor, empty
 
+from nanoinfer.attention import choose_backend
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
@@ -35,10 +37,11 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
+from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
-from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, tile
-from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, fp8_linear_triton, own_cut
+from nanoinfer.kernels.linear.fp8_in_order import check_multiplies, fp8_in_order
+from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.in_order import group_in_order
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
@@ -54,18 +57,26 @@ QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 
 PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (4096,)}
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
 VOCABULARY = 151_936
+TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
+CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
 HEADS = 64, 128, 256, 512  # their dimensions
 MAKES_WAY = "decode of 1 that makes way"  # so do names begin of launches whose successors start early
 SIZES = 1, 8, 200, 1000, 4000  # tokens that fill experts' tiles of each size
 
+Often = Literal["always", "often", "seldom"]
+
 
 @dataclass(frozen=True)
 class Launch:
-    """A call that launches kernels. often: it is of those that are compiled without --whole, too"""
+    """A call that launches what a card would, or raises the host's ValueError.
+
+    often: how often it is compiled: "always" for each card; "often" for an H100, and with --whole for the others;
+        "seldom" with --whole, for an H100
+    """
 
     name: str
     call: Callable[[], object]
-    often: bool = False
+    often: Often = "seldom"
 
 
 @dataclass(frozen=True)
@@ -107,17 +118,18 @@ GROUPINGS = {
 }
 
 
+WIDE = "int4 g64 zeros", "nvfp4"  # they take the most registers
+AS_G128 = "int4 g32", "int4 rows"  # for few tokens their kernels take what those of groups of 128 do
+OTHER_IN_FP16 = "int8 rows", "mxfp4"  # the others' kernels for float16 take what those for bfloat16 do
+PRODUCTS = [
+    *product(("down",), (1, 8, 64, 300), (BF16,)),
+    *product(("qkv",), (1, 8), (BF16,)),
+    ("gates and ups", 64, BF16),
+]
+
+
 def numbers(*shape: int) -> Tensor:
     return empty(shape, dtype=torch.int32)
-
-
-GROUP_PRODUCTS = [
-    *product(("down",), (1, 8, 64, 300), (BF16,)),
-    *product(("gates and ups",), (1, 64), (BF16,)),
-    *product(("down",), (1, 300), (FP16,)),
-    *product(("qkv",), (1, 8), (BF16, FP32)),
-]
-GROUP_EXPERTS = [(1, BF16), (200, BF16), (4000, BF16), (4000, FP16), (1, FP32), (4000, FP32)]
 
 
 def in_fp8(*shape: int) -> Fp8LinearWeight:
@@ -125,8 +137,10 @@ def in_fp8(*shape: int) -> Fp8LinearWeight:
     return Fp8LinearWeight(empty(shape, dtype=FP8), empty(*count, rows // BLOCK.value, inputs // BLOCK.value))
 
 
-def fp8(_: torch.dtype, *shape: int) -> Fp8LinearWeight:
-    return in_fp8(*shape)
+def fp8(dtype: torch.dtype, *shape: int) -> Fp8LinearWeight | Tensor:
+    """Return what products with a weight in FP8 read."""
+    weight = in_fp8(*shape)
+    return weight if can_multiply_fp8(dtype, weight) else plain(dtype, *shape)
 
 
 def norm_of(size: int, dtype: torch.dtype) -> Norm:
@@ -144,11 +158,10 @@ def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: tor
         norm_linear(x, empty(tokens, inputs, dtype=dtype), norm_of(inputs, dtype), weight, activation=activation)
 
 
-def multiply_few_outputs(tokens: int, inputs: int, dtype: torch.dtype) -> None:
-    """Multiply as an H100 does in a captured step of Qwen3-8B."""
-    tiling = tile(tokens, 4096, inputs, 132)
-    assert tiling is not None
-    few_outputs_linear(empty(tokens, inputs, dtype=dtype), empty(4096, inputs, dtype=dtype), tiling, empty(4096))
+def multiply_few_outputs(tokens: int, inputs: int) -> None:
+    """Multiply as a captured step of Qwen3-8B does."""
+    with recording():
+        linear(empty(tokens, inputs, dtype=BF16), empty(4096, inputs, dtype=BF16), empty(4096), may_split=True)
 
 
 def multiply_in_order(weigh: Callable[..., Tensor | GroupWeight], tokens: int, dtype: torch.dtype) -> None:
@@ -160,10 +173,16 @@ def multiply_in_order(weigh: Callable[..., Tensor | GroupWeight], tokens: int, d
         in_order_triton(x, weight, activation="silu" if tokens <= FEW_TOKENS else None)
 
 
-def multiply_fp8(tokens: int, in_order: bool) -> None:
+def multiply_captured(tokens: int) -> None:
+    with recording():
+        multiply(fp8, "qkv", tokens, BF16)
+
+
+def multiply_fp8_in_order(tokens: int) -> None:
     rows, inputs = QWEN3_8B["qkv"]
     x, weight = Fp8Tokens.empty(tokens, inputs, empty(0, dtype=BF16)), in_fp8(rows, inputs)
-    fp8_linear_triton(x, weight, own_cut(x, weight), in_order=in_order)
+    check_multiplies(BF16, weight)
+    fp8_in_order(x, weight)
 
 
 def plain(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -192,6 +211,7 @@ def mlps(
 
 def paged(head_dim: int, heads: int, kv_heads: int, rows: int, cache: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, a cache's keys, as its values are, and block tables."""
+    choose_backend("auto", "cuda", BF16, 256, head_dim, in_fp8=cache == FP8)
     keys = empty(64, 256, kv_heads, head_dim, dtype=cache)
     return empty(rows, heads, head_dim, dtype=BF16), keys, numbers(rows, 16)
 
@@ -243,26 +263,34 @@ def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
     norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
 
 
-def delta(tokens: int, matrices: torch.dtype, is_prefill: bool) -> None:
+def delta(matrices: torch.dtype, is_prefill: bool) -> None:
     """Go on with the memories of Qwen3-Next's layers, or fill them."""
-    key_heads, value_heads, dim, slots = 16, 32, 128, 64
-    channels = 2 * key_heads * dim + value_heads * dim
-    qkv, weight = empty(tokens, channels, dtype=BF16), empty(channels, 4, dtype=BF16)
-    a, b, log_decay, bias = (empty(*rows, value_heads) for rows in ((tokens,), (tokens,), (), ()))
-    inputs, memory = empty(slots, 4, channels, dtype=BF16), empty(slots, value_heads, dim, dim, dtype=matrices)
+    qkv, weight = empty(TOKENS, CHANNELS, dtype=BF16), empty(CHANNELS, 4, dtype=BF16)
+    a, b, log_decay, bias = (empty(*rows, VALUE_HEADS) for rows in ((TOKENS,), (TOKENS,), (), ()))
+    inputs, memory = empty(64, 4, CHANNELS, dtype=BF16), empty(64, VALUE_HEADS, HEAD, HEAD, dtype=matrices)
     if is_prefill:
-        chunks = Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(tokens // CHUNK) for _ in range(3)))
-        convolve_chunks_triton(qkv, weight, inputs, chunks, silu=True)
-        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks, key_heads)
+        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), KEY_HEADS)
     else:
-        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(tokens), numbers(tokens), key_heads)
-    gated_norm(empty(tokens, value_heads, dim, dtype=BF16), empty(tokens, value_heads * dim), empty(dim), 1e-6)
+        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(TOKENS), numbers(TOKENS), KEY_HEADS)
 
 
-def normalise(tokens: int, size: int, dtype: torch.dtype) -> None:
-    x, norm = empty(tokens, size, dtype=dtype), norm_of(size, dtype)
+def chunks() -> Chunks:
+    """Return the chunks of eight sequences."""
+    return Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)))
+
+
+def convolve_and_norm() -> None:
+    """Compute what comes before and behind the delta rule."""
+    inputs = empty(64, 4, CHANNELS, dtype=BF16)
+    convolve_chunks_triton(empty(TOKENS, CHANNELS, dtype=BF16), empty(CHANNELS, 4, dtype=BF16), inputs, chunks(), True)
+    attended, gates = empty(TOKENS, VALUE_HEADS, HEAD, dtype=BF16), empty(TOKENS, VALUE_HEADS * HEAD)
+    gated_norm(attended, gates, empty(HEAD), 1e-6)
+
+
+def normalise(size: int, dtype: torch.dtype) -> None:
+    x, norm = empty(300, size, dtype=dtype), norm_of(size, dtype)
     rms_norm(x, norm)
-    add_rms_norm(empty(4, tokens, size), x, norm)
+    add_rms_norm(empty(4, 300, size), x, norm)
     norm_add_rms_norm(x, x, norm, norm)
 
 
@@ -320,113 +348,137 @@ def adapt_experts(weigh: Callable[..., ExpertWeights], tokens: int, dtype: torch
     expert_mlps(empty(tokens, hidden_size, dtype=dtype), routes, *weights, "silu", adapters=adapters)
 
 
+def often_if(condition: bool) -> Often:
+    return "often" if condition else "seldom"
+
+
 def of_products() -> Iterator[Launch]:
     kinds = {"plain": plain, "fp8": fp8}
     for (kind, weigh), name, tokens, dtype in product(kinds.items(), QWEN3_8B, (1, 16, 64, 300), (BF16, FP32)):
         if dtype == BF16 or kind == "plain":
-            often = name == "gates and ups" and tokens in (1, 16) and dtype == BF16
+            often = often_if((kind, name, tokens, dtype) == ("plain", "gates and ups", 16, BF16))
+            if (kind, name, tokens) == ("fp8", "qkv", 16):
+                often = "always"
             call = partial(multiply, weigh, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
     for dtype in (BF16, FP16):
         call = partial(multiply, plain, "gates and ups", 4096, dtype)
-        yield Launch(f"plain, gates and ups of 4096 in {dtype}", call, dtype == BF16)
-    for tokens, inputs, dtype in product((65, 80, 128, 144, 192, 256), (4096, 12288), (BF16, FP16)):
-        call = partial(multiply_few_outputs, tokens, inputs, dtype)
-        yield Launch(f"few outputs of {inputs}, {tokens} tokens in {dtype}", call, tokens == 192 and dtype == BF16)
-    for tokens, in_order in product((16, 32, 300), (False, True)):
-        yield Launch(f"fp8 of {tokens}, {in_order=}", partial(multiply_fp8, tokens, in_order))
-    for tokens, dtype in product((1, 16, 64, 300, 3000), (BF16, FP32)):
-        call = partial(multiply_in_order, plain, tokens, dtype)
-        yield Launch(f"plain of {tokens} in {dtype}, in order", call, tokens == 16 and dtype == BF16)
-
-
-def of_groups() -> Iterator[Launch]:
-    for (kind, grouping), (name, tokens, dtype) in product(GROUPINGS.items(), GROUP_PRODUCTS):
-        often = kind in ("int4 g128", "mxfp4") and (name, tokens, dtype) in (("qkv", 1, BF16), ("down", 8, BF16))
-        call = partial(multiply, grouping.linear, name, tokens, dtype)
-        yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
-    for (kind, grouping), dtype in product(GROUPINGS.items(), (BF16, FP32)):
-        call = partial(widen, grouping, dtype)
-        yield Launch(f"{kind} as {dtype}", call, kind == "int4 rows" and dtype == FP32)
-    for (kind, grouping), tokens in product(GROUPINGS.items(), (1, 300)):
-        call = partial(multiply_in_order, grouping.linear, tokens, BF16)
-        yield Launch(f"{kind} of {tokens}, in order", call)
-
-
-def of_experts() -> Iterator[Launch]:
-    for (kind, weigh), tokens, dtype in product({"plain": plain, "fp8": fp8}.items(), SIZES, (BF16, FP32)):
-        if dtype == BF16 or kind == "plain":
-            often = kind == "plain" and (tokens, dtype) in ((1, BF16), (4000, BF16), (4000, FP32))
-            call = partial(mlps, weigh, QWEN3_30B, tokens, dtype, "silu")
-            yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
-    for dtype, count in product((BF16, FP32), (64, 512)):
-        yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, 8), count == 512)
-
-
-def of_group_experts() -> Iterator[Launch]:
-    for (kind, grouping), (tokens, dtype) in product(GROUPINGS.items(), GROUP_EXPERTS):
-        often = kind == "int4 rows" and (tokens, dtype) in ((1, BF16), (4000, FP32))
-        call = partial(mlps, grouping.experts, QWEN3_30B, tokens, dtype, "silu")
-        yield Launch(f"{kind}, Qwen3-30B-A3B, of {tokens} in {dtype}", call, often)
-    for tokens in (1, 8, 64, 300, 2000):
-        call = partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, tokens, BF16, CLAMPED)
-        yield Launch(f"gpt-oss of {tokens}", call, tokens == 2000)
-    for kind, tokens in product(("int4 rows", "int4 g32", "mxfp4"), (8, 300)):
-        call = partial(mlps, GROUPINGS[kind].experts, TINY, tokens, FP32, "silu")
-        yield Launch(f"{kind}, tiny, of {tokens} in float32", call, (kind, tokens) == ("int4 rows", 300))
-
-
-def of_attention() -> Iterator[Launch]:
-    ways = product((("decode", decode, 8), ("decode", decode, 200), ("prefill", prefill, 1000)), HEADS, (BF16, FP8))
-    for (name, attend, size), head_dim, cache in ways:
-        for window, in_order in ((None, False), *(((1024, False), (None, True)) if cache == BF16 else ())):
-            often = size > 8 and (cache, window, in_order) == (BF16, None, False)
-            named = f"{name} of {size}, {head_dim=}, {cache=}, {window=}, {in_order=}"
-            yield Launch(named, partial(attend, head_dim, size, cache, window, in_order), often)
-    for head_dim, cache, window in product(HEADS, (BF16, FP8), (None, 1024)):
-        call, often = partial(decode, head_dim, 1, cache, window, False), (head_dim, window) == (128, None)
-        named = f"{MAKES_WAY if head_dim <= 256 else 'decode of 1'}, {head_dim=}, {cache=}, {window=}"
-        yield Launch(named, call, often)
-    for head_dim, cache, window, most in product(HEADS, (BF16, FP8), (None, 1024), (4, 8)):
-        call = partial(verify, head_dim, 8, cache, window, most)
-        often = (head_dim, cache, window, most) == (128, BF16, None, 8)
-        yield Launch(f"{most} guesses, {head_dim=}, {cache=}, {window=}", call, often)
-    for head_dim, cache, most in product(HEADS, (BF16, FP8), (0, 8)):
-        call = partial(share, head_dim, 16, cache, most)
-        yield Launch(f"prefixes, {most} guesses, {head_dim=}, {cache=}", call, (head_dim, cache) == (128, BF16))
-    for head_dim, cache in product(HEADS, (BF16, FP8)):
-        named = f"keys, {head_dim=}, {cache=}"
-        yield Launch(named, partial(store, head_dim, 300, cache), (head_dim, cache) == (128, FP8))
-
-
-def of_the_rest() -> Iterator[Launch]:
-    for tokens, matrices, is_prefill in product((64, 4096), (BF16, FP32), (False, True)):
-        call = partial(delta, tokens, matrices, is_prefill)
-        yield Launch(f"delta rule of {tokens}, {matrices=}, {is_prefill=}", call, tokens == 4096 and matrices == FP32)
-    for tokens, size, dtype in product((1, 300), (1024, 4096, 5376, 12288), (BF16, FP32)):
-        call = partial(normalise, tokens, size, dtype)
-        yield Launch(f"norms of {tokens} x {size} in {dtype}", call, size == 4096 and tokens == 300)
-    for dtype in (BF16, FP32):
-        yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
-    for dtype in (BF16, FP16):
-        yield Launch(f"a row of Qwen3-0.6B in {dtype}", partial(launch_row, dtype), dtype == BF16)
-    for rows, places in ((1, 8), (32, 160), (128, 64)):
-        yield Launch(f"guesses of {rows} rows", partial(draft_and_accept, rows, places), often=True)
+        yield Launch(f"plain, gates and ups of 4096 in {dtype}", call)
+    for tokens, inputs in product((65, 128, 144, 192, 256), (4096, 12288)):
+        yield Launch(f"few outputs of {inputs}, {tokens} tokens", partial(multiply_few_outputs, tokens, inputs))
+    for tokens in (16, 64, 300):
+        yield Launch(f"fp8 of {tokens}, captured", partial(multiply_captured, tokens), often_if(tokens == 64))
+    for tokens in (16, 32, 300):
+        yield Launch(f"fp8 of {tokens}, in order", partial(multiply_fp8_in_order, tokens))
+    for tokens, dtype in (*product((16, 300), (BF16, FP32)), (64, BF16), (3000, BF16)):
+        yield Launch(f"plain of {tokens} in {dtype}, in order", partial(multiply_in_order, plain, tokens, dtype))
 
 
 def of_adapters() -> Iterator[Launch]:
-    for name, tokens, rank, dtype in product(QWEN3_8B, (16, 16384), (16, 48, 128), (BF16, FP32)):
-        often = name == "gates and ups" and (rank, dtype) == (16, BF16)
-        call = partial(adapt, name, tokens, rank, dtype)
-        yield Launch(f"{name} of {tokens}, {rank=}, in {dtype}", call, often)
+    ways = [
+        *product(QWEN3_8B, (16,), (16,), (BF16,)),
+        *product(QWEN3_8B, (16384,), (128,), (BF16,)),
+        *product(("down",), (16, 16384), (48, 128), (FP32,)),
+    ]
+    for name, tokens, rank, dtype in ways:
+        yield Launch(f"{name} of {tokens}, {rank=}, in {dtype}", partial(adapt, name, tokens, rank, dtype))
     kinds = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].linear}
-    for (kind, weigh), name, rank in product(kinds.items(), QWEN3_8B, (16, 48, 128)):
-        often = kind == "plain" and name == "gates and ups" and rank == 16
-        yield Launch(f"{kind}, {name} of a row, {rank=}", partial(adapt_row, weigh, name, rank, BF16), often)
-    ways = product({**kinds, "int4": GROUPINGS["int4 g128"].experts}.items(), SIZES)
-    for (kind, weigh), tokens in ways:
-        call = partial(adapt_experts, weigh, tokens, BF16)
-        yield Launch(f"{kind}, experts of {tokens} with adapters", call, kind == "plain" and tokens == 200)
+    for (kind, weigh), (name, rank) in product(kinds.items(), (("qkv", 128), ("gates and ups", 16), ("down", 128))):
+        call, often = partial(adapt_row, weigh, name, rank, BF16), often_if((kind, rank) == ("int4", 16))
+        yield Launch(f"{kind}, {name} of a row, {rank=}", call, often)
+    of_experts = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].experts}
+    for kind, tokens in (("plain", 1), ("fp8", 1000), *product(of_experts, (4000,))):
+        call = partial(adapt_experts, of_experts[kind], tokens, BF16)
+        yield Launch(f"{kind}, experts of {tokens} with adapters", call)
+
+
+def of_groups() -> Iterator[Launch]:
+    of_kinds = [
+        *product(GROUPINGS, PRODUCTS),
+        *product(WIDE, (("gates and ups", 1, BF16), ("qkv", 1, FP32))),
+        *product(("int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4"), (("qkv", 8, FP32),)),
+        *product(OTHER_IN_FP16, (("down", 300, FP16),)),
+    ]
+    for kind, (name, tokens, dtype) in of_kinds:
+        if kind not in AS_G128 or tokens == 300:
+            often = often_if((kind, name, tokens) == ("int8 rows", "qkv", 8))
+            if (kind, name, tokens) == ("nvfp4", "down", 8):
+                often = "always"
+            call = partial(multiply, GROUPINGS[kind].linear, name, tokens, dtype)
+            yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    for kind, tokens in (*product((*WIDE, "int8 rows", "mxfp4"), (300,)), *product(WIDE, (1,))):
+        yield Launch(f"{kind} of {tokens}, in order", partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16))
+    yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
+
+
+def of_experts() -> Iterator[Launch]:
+    kinds = {"plain": plain, "fp8": fp8}
+    for kind, tokens, dtype in (*product(kinds, SIZES, (BF16,)), *product(("plain",), (1, 200), (FP32,))):
+        often = often_if((kind, tokens) == ("plain", 4000))
+        call = partial(mlps, kinds[kind], QWEN3_30B, tokens, dtype, "silu")
+        yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
+    for dtype, count in product((BF16, FP32), (64, 512)):
+        yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, 8))
+
+
+def of_group_experts() -> Iterator[Launch]:
+    of_kinds = [
+        *product(("int4 g128", *WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
+        *product(("int4 g32", "int4 g64 zeros", "mxfp4"), ((200, BF16),)),
+        *product(("nvfp4", "mxfp4"), ((4000, FP32),)),
+        ("nvfp4", (1, FP32)),
+        ("mxfp4", (4000, FP16)),
+    ]
+    for kind, (tokens, dtype) in of_kinds:
+        call = partial(mlps, GROUPINGS[kind].experts, QWEN3_30B, tokens, dtype, "silu")
+        yield Launch(f"{kind} of {tokens} in {dtype}", call)
+    for tokens in (300, 2000):
+        call = partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, tokens, BF16, CLAMPED)
+        yield Launch(f"gpt-oss of {tokens}", call, often_if(tokens == 300))
+    yield Launch("int4 rows, tiny", partial(mlps, GROUPINGS["int4 rows"].experts, TINY, 300, FP32, "silu"))
+
+
+def of_attention() -> Iterator[Launch]:
+    for head_dim, cache, rows in product(HEADS, (BF16, FP8), (1, 8, 200)):
+        if head_dim > 64 or rows == 200:
+            call = partial(decode, head_dim, rows, cache, None, False)
+            named = MAKES_WAY if rows == 1 and head_dim <= 256 else f"decode of {rows}"
+            yield Launch(f"{named}, {head_dim=}, {cache=}", call)
+    for head_dim, cache in product(HEADS, (BF16, FP8)):
+        call = partial(prefill, head_dim, 1000, cache, None, False)
+        yield Launch(f"prefill, {head_dim=}, {cache=}", call, often_if((head_dim, cache) == (512, BF16)))
+    for head_dim, cache in (*product((64, 512), (FP8,)), *product((128, 256), (BF16, FP8))):
+        call = partial(store, head_dim, 300, cache)
+        yield Launch(f"keys, {head_dim=}, {cache=}", call, "always" if (head_dim, cache) == (128, FP8) else "seldom")
+    for head_dim in (128, 256):
+        yield Launch(f"decode with a window, {head_dim=}", partial(decode, head_dim, 200, BF16, 1024, False))
+        yield Launch(f"prefill with a window, {head_dim=}", partial(prefill, head_dim, 1000, BF16, 1024, False))
+    for head_dim in (128, 256, 512):
+        yield Launch(f"decode in order, {head_dim=}", partial(decode, head_dim, 200, BF16, None, True))
+        yield Launch(f"prefill in order, {head_dim=}", partial(prefill, head_dim, 1000, BF16, None, True))
+
+
+def of_guesses_and_prefixes() -> Iterator[Launch]:
+    for head_dim, cache in ((64, BF16), *product((128, 256, 512), (BF16, FP8))):
+        named, often = f"{head_dim=}, {cache=}", often_if((head_dim, cache) == (128, BF16))
+        yield Launch(f"8 guesses, {named}", partial(verify, head_dim, 8, cache, None, 8), often)
+        yield Launch(f"prefixes, {named}", partial(share, head_dim, 16, cache, 0))
+    yield Launch("4 guesses", partial(verify, 128, 8, BF16, None, 4))
+    yield Launch("8 guesses with a window", partial(verify, 256, 8, FP8, 1024, 8))
+    yield Launch("prefixes, 8 guesses", partial(share, 256, 16, BF16, 8))
+    yield Launch("guesses without a model", partial(draft_and_accept, 32, 160))
+
+
+def of_the_rest() -> Iterator[Launch]:
+    for matrices, is_prefill in ((BF16, False), (FP32, False), (FP32, True)):
+        call = partial(delta, matrices, is_prefill)
+        yield Launch(f"delta rule, {matrices=}, {is_prefill=}", call, often_if(is_prefill))
+    yield Launch("around the delta rule", convolve_and_norm)
+    for size, dtype in product((1024, 4096, 5376, 12288), (BF16, FP32)):
+        yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
+    for dtype in (BF16, FP32):
+        yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))
+    yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))
 
 
 LAUNCHES = {
@@ -436,5 +488,6 @@ LAUNCHES = {
     "experts": list(of_experts()),
     "experts in groups": list(of_group_experts()),
     "attention": list(of_attention()),
+    "guesses and prefixes": list(of_guesses_and_prefixes()),
     "the rest": list(of_the_rest()),
 }

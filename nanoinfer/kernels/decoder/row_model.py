@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference
 from nanoinfer.kernels.decoder.shares import WAVE
-from nanoinfer.kernels.launch import num_multiprocessors
+from nanoinfer.kernels.launch import is_measured, num_multiprocessors
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 PROGRAMS = 128  # at most; each has a multiprocessor to itself
@@ -111,6 +111,11 @@ class RowShape(NamedTuple):
         products = (self.qkv, self.hidden), (2 * self.inter, self.hidden), (self.hidden, widest)
         shares = (rows // self.programs * width for rows, width in products)
         return self.divides() and self.hidden <= MAX_HIDDEN and max(shares) <= MAX_SHARE
+
+
+def is_faster(model: RowModel) -> bool:
+    """Return whether one launch is faster than one for each product, as far as was measured."""
+    return is_measured(model.embeddings.device) and RowShape.of(model).fits(model.embeddings.itemsize)
 
 
 def decoder_row_reference(model: RowModel, token: Tensor, position: Tensor, slot: Tensor, pages: Tensor) -> Tensor:

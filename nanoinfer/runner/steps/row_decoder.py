@@ -10,8 +10,7 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels.decoder.row import DecoderRow
-from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, RowShape
-from nanoinfer.kernels.launch import is_measured
+from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, is_faster
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.decoder import Decoder, DecoderLayer
@@ -38,9 +37,7 @@ class RowDecoder:
         if type(backend) is not TritonBackend:  # deterministic steps have another, whose sums have one order
             return None
         row = row_model_of(model, description, cached)
-        if row is None or not is_measured(row.embeddings.device) or not RowShape.of(row).fits(row.embeddings.itemsize):
-            return None
-        return cls(row)
+        return cls(row) if row is not None and is_faster(row) else None
 
     @staticmethod
     def takes(token_ids: Tensor, context: Context) -> bool:
