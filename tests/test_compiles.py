@@ -40,10 +40,9 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_rms_norm_kernel": 16,
     "_shrink_kernel": 20,  # in float32
 }
-SPILLED_ELSEWHERE = SPILLED | {  # an RTX 5090's most; tensor cores of an H100 alone read shared memory
+SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
     "_expert_kernel": 188,
     "_go_through_kernel": 1036,
-    "_group_wave_kernel": 1008,
     "_look_within_kernel": 348,
     "_paged_decode_kernel": 88,
 }
@@ -63,12 +62,12 @@ def lacks() -> str:
 
 def cases() -> Iterator[Any]:
     """Yield for each case a card, rooms, and those of their launches that are compiled, as Launch.often says."""
-    for room in LAUNCHES:
-        yield pytest.param("H100", [room], ["always", "often"], id=f"H100, {room}")
-        yield pytest.param("H100", [room], ["seldom"], id=f"H100, more of {room}", marks=pytest.mark.whole)
     for card in list(CARDS)[1:]:
         yield pytest.param(card, list(LAUNCHES), ["always"], id=card)
         yield pytest.param(card, list(LAUNCHES), ["often"], id=f"{card}, more", marks=pytest.mark.whole)
+    for room in LAUNCHES:
+        yield pytest.param("H100", [room], ["always", "often"], id=f"H100, {room}")
+        yield pytest.param("H100", [room], ["seldom"], id=f"H100, more of {room}", marks=pytest.mark.whole)
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +85,12 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
             return dict(json.loads(answers.readline()))
 
         yield ask
+        process.kill()  # it has nothing to keep, and would end for seconds
 
 
 @pytest.mark.skipif(bool(lacks()), reason=lacks())
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("card", "rooms", "often"), cases())
+@pytest.mark.parametrize(("card", "rooms", "often"), list(cases()))
 def test_kernels_fit(card: str, rooms: list[str], often: list[str], ask: Ask) -> None:
     answer, most = ask(card, rooms, often), SPILLED if card == "H100" else SPILLED_ELSEWHERE
     kernels, errors = answer["kernels"], answer["errors"]

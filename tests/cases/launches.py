@@ -57,10 +57,11 @@ QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 
 PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (4096,)}
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
 VOCABULARY = 151_936
+TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
+CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
 HEADS = 64, 128, 256, 512  # their dimensions
 MAKES_WAY = "decode of 1 that makes way"  # so do names begin of launches whose successors start early
 SIZES = 1, 8, 200, 1000, 4000  # tokens that fill experts' tiles of each size
-
 
 Often = Literal["always", "often", "seldom"]
 
@@ -118,7 +119,7 @@ GROUPINGS = {
 
 
 WIDE = "int4 g64 zeros", "nvfp4"  # they take the most registers
-AS_G128 = "int4 g32", "int4 rows"  # for a few tokens their kernels take what those of groups of 128 do
+AS_G128 = "int4 g32", "int4 rows"  # for few tokens their kernels take what those of groups of 128 do
 OTHER_IN_FP16 = "int8 rows", "mxfp4"  # the others' kernels for float16 take what those for bfloat16 do
 PRODUCTS = [
     *product(("down",), (1, 8, 64, 300), (BF16,)),
@@ -262,26 +263,34 @@ def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
     norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
 
 
-def delta(tokens: int, matrices: torch.dtype, is_prefill: bool) -> None:
+def delta(matrices: torch.dtype, is_prefill: bool) -> None:
     """Go on with the memories of Qwen3-Next's layers, or fill them."""
-    key_heads, value_heads, dim, slots = 16, 32, 128, 64
-    channels = 2 * key_heads * dim + value_heads * dim
-    qkv, weight = empty(tokens, channels, dtype=BF16), empty(channels, 4, dtype=BF16)
-    a, b, log_decay, bias = (empty(*rows, value_heads) for rows in ((tokens,), (tokens,), (), ()))
-    inputs, memory = empty(slots, 4, channels, dtype=BF16), empty(slots, value_heads, dim, dim, dtype=matrices)
+    qkv, weight = empty(TOKENS, CHANNELS, dtype=BF16), empty(CHANNELS, 4, dtype=BF16)
+    a, b, log_decay, bias = (empty(*rows, VALUE_HEADS) for rows in ((TOKENS,), (TOKENS,), (), ()))
+    inputs, memory = empty(64, 4, CHANNELS, dtype=BF16), empty(64, VALUE_HEADS, HEAD, HEAD, dtype=matrices)
     if is_prefill:
-        chunks = Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(tokens // CHUNK) for _ in range(3)))
-        convolve_chunks_triton(qkv, weight, inputs, chunks, silu=True)
-        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks, key_heads)
+        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), KEY_HEADS)
     else:
-        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(tokens), numbers(tokens), key_heads)
-    gated_norm(empty(tokens, value_heads, dim, dtype=BF16), empty(tokens, value_heads * dim), empty(dim), 1e-6)
+        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(TOKENS), numbers(TOKENS), KEY_HEADS)
 
 
-def normalise(tokens: int, size: int, dtype: torch.dtype) -> None:
-    x, norm = empty(tokens, size, dtype=dtype), norm_of(size, dtype)
+def chunks() -> Chunks:
+    """Return the chunks of eight sequences."""
+    return Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)))
+
+
+def convolve_and_norm() -> None:
+    """Compute what comes before and behind the delta rule."""
+    inputs = empty(64, 4, CHANNELS, dtype=BF16)
+    convolve_chunks_triton(empty(TOKENS, CHANNELS, dtype=BF16), empty(CHANNELS, 4, dtype=BF16), inputs, chunks(), True)
+    attended, gates = empty(TOKENS, VALUE_HEADS, HEAD, dtype=BF16), empty(TOKENS, VALUE_HEADS * HEAD)
+    gated_norm(attended, gates, empty(HEAD), 1e-6)
+
+
+def normalise(size: int, dtype: torch.dtype) -> None:
+    x, norm = empty(300, size, dtype=dtype), norm_of(size, dtype)
     rms_norm(x, norm)
-    add_rms_norm(empty(4, tokens, size), x, norm)
+    add_rms_norm(empty(4, 300, size), x, norm)
     norm_add_rms_norm(x, x, norm, norm)
 
 
@@ -367,11 +376,9 @@ def of_products() -> Iterator[Launch]:
 
 def of_adapters() -> Iterator[Launch]:
     ways = [
-        *product(QWEN3_8B, (16, 16384), (16,), (BF16,)),
+        *product(QWEN3_8B, (16,), (16,), (BF16,)),
+        *product(QWEN3_8B, (16384,), (128,), (BF16,)),
         *product(("down",), (16, 16384), (48, 128), (FP32,)),
-        *product(("down",), (16, 16384), (128,), (BF16,)),
-        ("gates and ups", 16384, 128, BF16),
-        ("qkv", 16384, 16, FP32),
     ]
     for name, tokens, rank, dtype in ways:
         yield Launch(f"{name} of {tokens}, {rank=}, in {dtype}", partial(adapt, name, tokens, rank, dtype))
@@ -380,9 +387,9 @@ def of_adapters() -> Iterator[Launch]:
         call, often = partial(adapt_row, weigh, name, rank, BF16), often_if((kind, rank) == ("int4", 16))
         yield Launch(f"{kind}, {name} of a row, {rank=}", call, often)
     of_experts = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].experts}
-    for (kind, weigh), tokens in product(of_experts.items(), (1, 1000, 4000)):
-        if kind == "fp8" or tokens != 1000:
-            yield Launch(f"{kind}, experts of {tokens} with adapters", partial(adapt_experts, weigh, tokens, BF16))
+    for kind, tokens in (("plain", 1), ("fp8", 1000), *product(of_experts, (4000,))):
+        call = partial(adapt_experts, of_experts[kind], tokens, BF16)
+        yield Launch(f"{kind}, experts of {tokens} with adapters", call)
 
 
 def of_groups() -> Iterator[Launch]:
@@ -393,24 +400,23 @@ def of_groups() -> Iterator[Launch]:
         *product(OTHER_IN_FP16, (("down", 300, FP16),)),
     ]
     for kind, (name, tokens, dtype) in of_kinds:
-        if kind not in AS_G128 or tokens >= 64:
-            often = often_if((kind, name, tokens) in (("int4 g64 zeros", "down", 300), ("int8 rows", "qkv", 8)))
+        if kind not in AS_G128 or tokens == 300:
+            often = often_if((kind, name, tokens) == ("int8 rows", "qkv", 8))
             if (kind, name, tokens) == ("nvfp4", "down", 8):
                 often = "always"
             call = partial(multiply, GROUPINGS[kind].linear, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
     for kind, tokens in (*product((*WIDE, "int8 rows", "mxfp4"), (300,)), *product(WIDE, (1,))):
-        call = partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16)
-        yield Launch(f"{kind} of {tokens}, in order", call, often_if(kind == "mxfp4"))
+        yield Launch(f"{kind} of {tokens}, in order", partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16))
     yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
 
 
 def of_experts() -> Iterator[Launch]:
-    for (kind, weigh), tokens, dtype in product({"plain": plain, "fp8": fp8}.items(), SIZES, (BF16, FP32)):
-        if dtype == BF16 or kind == "plain":
-            often = often_if((kind, tokens, dtype) == ("plain", 4000, BF16))
-            call = partial(mlps, weigh, QWEN3_30B, tokens, dtype, "silu")
-            yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
+    kinds = {"plain": plain, "fp8": fp8}
+    for kind, tokens, dtype in (*product(kinds, SIZES, (BF16,)), *product(("plain",), (1, 200), (FP32,))):
+        often = often_if((kind, tokens) == ("plain", 4000))
+        call = partial(mlps, kinds[kind], QWEN3_30B, tokens, dtype, "silu")
+        yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
     for dtype, count in product((BF16, FP32), (64, 512)):
         yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, 8))
 
@@ -418,15 +424,15 @@ def of_experts() -> Iterator[Launch]:
 def of_group_experts() -> Iterator[Launch]:
     of_kinds = [
         *product(("int4 g128", *WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
-        *product(("int4 g32", *WIDE, "mxfp4"), ((200, BF16),)),
-        *product(("int4 rows", "nvfp4", "mxfp4"), ((4000, FP32),)),
+        *product(("int4 g32", "int4 g64 zeros", "mxfp4"), ((200, BF16),)),
+        *product(("nvfp4", "mxfp4"), ((4000, FP32),)),
         ("nvfp4", (1, FP32)),
         ("mxfp4", (4000, FP16)),
     ]
     for kind, (tokens, dtype) in of_kinds:
         call = partial(mlps, GROUPINGS[kind].experts, QWEN3_30B, tokens, dtype, "silu")
         yield Launch(f"{kind} of {tokens} in {dtype}", call)
-    for tokens in (1, 300, 2000):
+    for tokens in (300, 2000):
         call = partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, tokens, BF16, CLAMPED)
         yield Launch(f"gpt-oss of {tokens}", call, often_if(tokens == 300))
     yield Launch("int4 rows, tiny", partial(mlps, GROUPINGS["int4 rows"].experts, TINY, 300, FP32, "silu"))
@@ -437,13 +443,13 @@ def of_attention() -> Iterator[Launch]:
         if head_dim > 64 or rows == 200:
             call = partial(decode, head_dim, rows, cache, None, False)
             named = MAKES_WAY if rows == 1 and head_dim <= 256 else f"decode of {rows}"
-            often: Often = "always" if (head_dim, cache, rows) == (128, FP8, 1) else "seldom"
-            yield Launch(f"{named}, {head_dim=}, {cache=}", call, often)
+            yield Launch(f"{named}, {head_dim=}, {cache=}", call)
     for head_dim, cache in product(HEADS, (BF16, FP8)):
         call = partial(prefill, head_dim, 1000, cache, None, False)
         yield Launch(f"prefill, {head_dim=}, {cache=}", call, often_if((head_dim, cache) == (512, BF16)))
     for head_dim, cache in (*product((64, 512), (FP8,)), *product((128, 256), (BF16, FP8))):
-        yield Launch(f"keys, {head_dim=}, {cache=}", partial(store, head_dim, 300, cache))
+        call = partial(store, head_dim, 300, cache)
+        yield Launch(f"keys, {head_dim=}, {cache=}", call, "always" if (head_dim, cache) == (128, FP8) else "seldom")
     for head_dim in (128, 256):
         yield Launch(f"decode with a window, {head_dim=}", partial(decode, head_dim, 200, BF16, 1024, False))
         yield Launch(f"prefill with a window, {head_dim=}", partial(prefill, head_dim, 1000, BF16, 1024, False))
@@ -453,29 +459,26 @@ def of_attention() -> Iterator[Launch]:
 
 
 def of_guesses_and_prefixes() -> Iterator[Launch]:
-    for head_dim, cache in product(HEADS, (BF16, FP8)):
+    for head_dim, cache in ((64, BF16), *product((128, 256, 512), (BF16, FP8))):
         named, often = f"{head_dim=}, {cache=}", often_if((head_dim, cache) == (128, BF16))
         yield Launch(f"8 guesses, {named}", partial(verify, head_dim, 8, cache, None, 8), often)
         yield Launch(f"prefixes, {named}", partial(share, head_dim, 16, cache, 0))
-    for head_dim, cache in ((64, BF16), (128, FP8)):
-        yield Launch(f"4 guesses, {head_dim=}, {cache=}", partial(verify, head_dim, 8, cache, None, 4))
-    for head_dim, cache in ((128, BF16), (256, FP8)):
-        yield Launch(f"8 guesses with a window, {head_dim=}", partial(verify, head_dim, 8, cache, 1024, 8))
-    for head_dim, cache in ((128, FP8), (256, BF16), (512, FP8)):
-        yield Launch(f"prefixes, 8 guesses, {head_dim=}, {cache=}", partial(share, head_dim, 16, cache, 8))
+    yield Launch("4 guesses", partial(verify, 128, 8, BF16, None, 4))
+    yield Launch("8 guesses with a window", partial(verify, 256, 8, FP8, 1024, 8))
+    yield Launch("prefixes, 8 guesses", partial(share, 256, 16, BF16, 8))
     yield Launch("guesses without a model", partial(draft_and_accept, 32, 160))
 
 
 def of_the_rest() -> Iterator[Launch]:
-    for matrices, is_prefill in product((BF16, FP32), (False, True)):
-        call, often = partial(delta, 4096, matrices, is_prefill), often_if(is_prefill and matrices == FP32)
-        yield Launch(f"delta rule, {matrices=}, {is_prefill=}", call, often)
+    for matrices, is_prefill in ((BF16, False), (FP32, False), (FP32, True)):
+        call = partial(delta, matrices, is_prefill)
+        yield Launch(f"delta rule, {matrices=}, {is_prefill=}", call, often_if(is_prefill))
+    yield Launch("around the delta rule", convolve_and_norm)
     for size, dtype in product((1024, 4096, 5376, 12288), (BF16, FP32)):
-        yield Launch(f"norms of {size} in {dtype}", partial(normalise, 300, size, dtype))
+        yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))
-    for dtype in (BF16, FP16):
-        yield Launch(f"a row of Qwen3-0.6B in {dtype}", partial(launch_row, dtype))
+    yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))
 
 
 LAUNCHES = {
