@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 from forking import wait_for_server
 
-EXCUSED: dict[str, str] = {}  # beginnings of ids of tests that may cost more, and why; at most ten
+EXCUSED = {  # beginnings of ids of tests that may cost more, and why; at most ten
+    "tests/test_compiles.py": "the first of a worker starts a process that compiles",
+    "tests/test_compiling.py": "a process of its own imports torch and compiles",
+    "tests/test_decoder_row.py::test_programs_side_by_side": "programs are processes that interpret a decoder",
+    "tests/test_ray_data.py::TestCluster": "the first of a worker starts a cluster",
+}
 TICKS = os.sysconf("SC_CLK_TCK")  # of the kernel's clock in a second
 NAME = "CPU seconds"  # of a report's property
 
