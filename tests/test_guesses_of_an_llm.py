@@ -320,12 +320,16 @@ def test_it_ends_where_no_token_is_left(plain: LLM) -> None:
     assert sum(output.num_accepted_tokens for output in outputs) > 0
 
 
-def test_what_holds_before_a_fault_stays(folder: str) -> None:  # noqa: F811
-    """BAD is drawn in a step that also verifies what follows; its row ends with it."""
-    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={BAD: 1e9})
-    with LLM(folder, **OPTIONS, speculation=GuessesBad()) as llm:
-        good, bad = run(llm, GOOD[:2], [greedy(20, ignore_eos=True), params])
-    assert (len(good.token_ids), good.finish_reason) == (20, "length")
+@pytest.mark.parametrize("options", [{}, {"attention_backend": "triton", "max_guesses": 2}], ids=str)
+def test_what_holds_before_a_fault_stays(folder: str, options: dict[str, Any]) -> None:  # noqa: F811
+    """BAD is drawn in a step that also verifies what follows; its row ends with it.
+
+    Triton's attention reads the keys and values of guesses for the tokens before them, too.
+    """
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={BAD: 1e9})
+    with LLM(folder, **OPTIONS | options, speculation=GuessesBad()) as llm:
+        good, bad = run(llm, GOOD[:2], [greedy(3, ignore_eos=True), params])
+    assert (len(good.token_ids), good.finish_reason) == (3, "length")
     assert (bad.token_ids, bad.finish_reason) == ([BAD], "error")
 
 

@@ -33,6 +33,7 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_squares_triton
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear import one_wave
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
@@ -601,6 +602,30 @@ def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torc
     assert_close(q, norm_rotate_store_reference(qkv.float(), *wide, *rotation, *expected_caches, slots))
     assert_close(caches[0], expected_caches[0])
     assert torch.equal(caches[1].float(), expected_caches[1])  # values are copied; nothing else is written
+
+
+@pytest.mark.parametrize("parts", ["qkv", "qk"])
+@pytest.mark.parametrize("cached", [*DTYPES, FP8], ids=str)
+def test_of_a_value_that_is_not_finite_the_key_says_so(cached: torch.dtype, parts: Parts) -> None:
+    """Heads of keys and of values are of different programs. Triton's interpreter converts no NaN to FP8."""
+    heads, kv_heads, head_dim, tokens = 5, 4, 32, 4
+    in_fp8 = cached == FP8
+    qkv = randn(tokens, heads + (len(parts) - 1) * kv_heads, head_dim, dtype=SHORT if in_fp8 else cached)
+    values, first_head = qkv[:, -kv_heads:], heads + (len(parts) - 2) * kv_heads
+    places = [(0, 1, 3, math.nan), (1, 3, 31, math.inf), (2, 0, 0, -math.inf)]  # a token, a KV head, a number
+    for token, head, number, bad in places:
+        qkv[token, first_head + head, number] = bad
+    wanted = values.nan_to_num(0, 0, 0)
+    slots, norm = torch.arange(tokens, dtype=torch.int32, device=DEVICE), Norm(randn(head_dim, dtype=qkv.dtype), 1e-6)
+    scales = torch.ones(2, device=DEVICE) if in_fp8 else None
+    compiled = [norm_rotate_store_triton] if HAS_CUDA or not in_fp8 else []
+    for function in (norm_rotate_store_reference, *compiled):
+        k_cache, v_cache = (torch.zeros(1, tokens, kv_heads, head_dim, device=DEVICE).to(cached) for _ in range(2))
+        function(qkv, norm, norm, None, None, False, None, slots, k_cache, v_cache, slots, scales, parts)
+        bad = k_cache[0].float().isnan()
+        assert bad.all(dim=-1).nonzero().tolist() == [[token, head] for token, head, *_ in places]
+        assert bad.sum() == len(places) * head_dim
+        assert torch.equal(v_cache[0].float(), wanted.to(cached).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

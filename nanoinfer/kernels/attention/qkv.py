@@ -56,6 +56,9 @@ def norm_rotate_store(
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
+
+    Of a value head with an infinite number or NaN, 0 is written for these, and NaN for its key. So a query that sees it
+    gets NaN, and one that does not gets nothing of it, though a product may count it, with the weight 0.
     """
     assert parts == "q" or (q_norm is None) == (k_norm is None)
     assert mean_squares is None or (q_norm is not None and parts == "qkv")
@@ -107,6 +110,8 @@ def norm_rotate_store_reference(
     if int(slot_mapping.min()) < 0:  # padding tokens
         written = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    k = k + (v * 0).sum(dim=-1, keepdim=True)  # of what is not finite, a product with 0 is NaN
+    v = v.nan_to_num(0, 0, 0)
     block_size = k_cache.shape[1]
     slots = slot_mapping // block_size, slot_mapping % block_size
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
@@ -320,6 +325,10 @@ def _norm_rotate_store_kernel(
     first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     value1, value2 = first, second
+    if PARTS == "qkv":  # the value of each key
+        seen1, seen2 = _load_pairs(source + KV_HEADS * (2 * HALF), apart, is_k & in_head)
+    else:
+        seen1, seen2 = first, second
     if NORM != "none":
         if NORM == "head":
             scale = tl.rsqrt(tl.sum(out1 * out1 + out2 * out2, axis=1) / (2 * HALF) + eps)[:, None]
@@ -339,8 +348,10 @@ def _norm_rotate_store_kernel(
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
     _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
-        key1, key2 = out1, out2
-        kept1, kept2 = value1, value2  # names of their own: FP8's come in another type, which a branch may not change
+        nothing = tl.sum(seen1 * 0.0 + seen2 * 0.0, axis=1)[:, None].to(out1.dtype)  # NaN if a number is not finite
+        key1, key2 = out1 + nothing, out2 + nothing
+        # Names of their own: FP8's come in another type, which a branch may not change.
+        kept1, kept2 = _finite(value1), _finite(value2)
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
             key1, key2 = _in_fp8(key1, k_scale), _in_fp8(key2, k_scale)
@@ -373,6 +384,12 @@ def _load_pairs(ptr, apart, mask):
 def _store_pairs(ptr, first, second, apart, mask):
     tl.store(ptr, first, mask=mask)
     tl.store(ptr + apart, second, mask=mask)
+
+
+@triton.jit
+def _finite(x):
+    """Replace infinite numbers and NaN by 0."""
+    return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
 
 
 @triton.jit
