@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+OFF: tuple[Any, ...] = (None, False, "", [], {})  # what any setting of a file has that changes nothing
 
 
 def as_int(value: Any) -> int | None:
@@ -137,6 +138,25 @@ def check_subset(name: str, value: Any, allowed: list[str]) -> set[str]:
     if strings is None or not all(isinstance(string, str) and string in allowed for string in strings):
         raise ValueError(f"{name}={short(value)}: must be a list of any of {', '.join(map(repr, allowed))}")
     return set(strings)
+
+
+def check_settings(
+    where: str, settings: Mapping[str, Any], read: Collection[str], idle: Mapping[str, Collection[Any]] | None = None
+) -> None:
+    """Raise ValueError for a setting of a file that nobody reads and that may change results.
+
+    where: begins the message, such as "model: quantization_config" or the path of a file
+    read: the names whose values the caller checks, and those that never change a result, such as a version's
+    idle: other known names, and the values with which each changes nothing; those in OFF never do
+    """
+    known: dict[str, Collection[Any]] = {**dict.fromkeys(read, ()), **(idle or {})}
+    for name, value in settings.items():
+        if name in read or any(type(value) is type(off) and value == off for off in OFF):
+            continue
+        if name not in known:
+            raise ValueError(f"{where} has {name}={short(value)}: nothing reads it here; known are {', '.join(known)}")
+        if value not in known[name]:
+            raise ValueError(f"{where} has {name}={short(value)}: must be {' or '.join(map(repr, known[name]))}")
 
 
 def short(value: object, most: int = 500) -> str:

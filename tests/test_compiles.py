@@ -82,7 +82,9 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
         def ask(*question: object) -> dict[str, Any]:
             print(json.dumps(question), file=requests, flush=True)
-            return dict(json.loads(answers.readline()))
+            answer = answers.readline()
+            assert answer, f"the process that compiles has ended with {process.wait()}"
+            return dict(json.loads(answer))
 
         yield ask
         process.kill()  # it has nothing to keep, and would end for seconds
