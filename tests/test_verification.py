@@ -293,7 +293,8 @@ def test_rows_move_and_join_with_their_texts(make_llm: MakeLLM) -> None:
         assert own == expected(False)[slot][: len(own)]
 
 
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(HAS_CUDA, reason="it is interpreted on the CPU"))]
+INTERPRETED = pytest.mark.skipif(HAS_CUDA, reason="it is interpreted on the CPU")
+BACKENDS = ["torch", pytest.param("triton", marks=[pytest.mark.whole, INTERPRETED])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
