@@ -209,7 +209,7 @@ class TestToolCalls:
                 assert message == given
 
     def test_a_template_may_show_calls_only_where_no_content_is(self, render: Any) -> None:
-        """Clients write none in several ways. transformers leaves None out."""
+        """Clients write none in several ways."""
         template = each(f"{{% if m.content is defined %}}{{{{ m.content }}}}{{% else %}}{CALLS}{ARGUMENTS}")
         for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
             assert render(template, user("Who?"), call({"a": "b"}, **content)) == f"<user>Who?<assistant>{ONE}"

@@ -204,8 +204,9 @@ def test_the_rule_is_transformers(shape: tuple[int, int, int, int]) -> None:
     layer = Layer(shape)
     x, a, b = layer.draw(140)
     qkv = convolved(x, layer.weight, True)
+    q, k, v = layer.split(qkv)
     expected, state = oracle.torch_chunk_gated_delta_rule(
-        *(part[None] for part in layer.split(qkv)),
+        *(part.repeat_interleave(layer.value_heads // part.shape[1], dim=1)[None] for part in (q, k, v)),
         g=layer.log_gates(a)[None],
         beta=b[None].sigmoid(),
         output_final_state=True,

@@ -83,7 +83,9 @@ class ChatRenderer:
         return {**read, "chat_template": template}  # itself: tools, left out, may have chosen it
 
     def _apply(self, arguments: Mapping[str, Any], messages: list[Message]) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        # transformers itself leaves None out since 5.24.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        return self._tokenizer.apply_chat_template(given, tokenize=False, **arguments)
 
 
 def other_medium(keys: Iterable[Any]) -> str | None:
