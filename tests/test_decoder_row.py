@@ -72,9 +72,7 @@ def test_an_empty_row_writes_nothing() -> None:
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="a GPU runs the programs of a kernel itself")
-@pytest.mark.skipif(
-    TRITON < (3, 9), reason="programs in processes agree by Triton 3.9's interpreter"
-)
+@pytest.mark.skipif(TRITON < (3, 9), reason="programs in processes agree by Triton 3.9's interpreter")
 @pytest.mark.parametrize("programs", [2, *whole_only([4])])
 def test_programs_side_by_side(programs: int) -> None:
     """Programs share the work, each in a process of its own, and none goes ahead of what it waits for."""
