@@ -56,16 +56,15 @@ class Costs:
         if session.items:
             wait_for_server()  # its imports are no test's
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self) -> Generator[None, object, object]:
+    def pytest_runtestloop(self) -> None:
         self.before = cpu_seconds()
-        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.when == "teardown":
-            report.user_properties.append((NAME, cpu_seconds() - self.before))
+            before, self.before = self.before, cpu_seconds()
+            report.user_properties.append((NAME, self.before - before))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from triton.runtime import interpreter
@@ -19,6 +20,7 @@ def hasten() -> None:
     """Let this process interpret kernels without what is done again and again, and what is done for nothing."""
     adapt_once()
     keep_types()
+    keep_shapes()
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else it looks for sums that overflow, a third of its work, and drops what it finds
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -33,6 +35,38 @@ def keep_types() -> None:
         return find(dtype.scalar) if dtype.scalar.is_ptr() else find_scalar(dtype.scalar)
 
     interpreter._get_np_dtype = find_known
+
+
+def keep_shapes() -> None:
+    """Let types of blocks share what their shape says, and tensors what their type says: most live for one sum.
+
+    Then two tensors of one type are seen at once, which need no cast and no broadcast.
+    """
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
+    init_type, init_tensor, check = tl.block_type.__init__, tl.tensor.__init__, semantic.binary_op_type_checking_impl
+    of_types, of_tensors = dict[tuple[Any, ...], dict[str, Any]](), dict[str, dict[str, Any]]()
+
+    def init_known_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape])
+        if key not in of_types:
+            init_type(self, element_ty, shape)
+            of_types[key] = dict(self.__dict__)
+        self.__dict__.update(of_types[key])
+
+    def init_known_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in of_tensors:
+            init_tensor(self, handle, type)
+            of_tensors[type.name] = dict(self.__dict__)
+        self.__dict__.update(of_tensors[type.name], handle=handle, type=type)
+
+    def check_unlike(self: Any, lhs: Any, rhs: Any, *pointers: bool, **more: bool) -> Any:
+        is_known = type(lhs) is type(rhs) is tl.tensor and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype
+        if is_known and not more and len(pointers) < 3 and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return check(self, lhs, rhs, *pointers, **more)
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_known_type, init_known_tensor
+    semantic.binary_op_type_checking_impl = check_unlike
 
 
 def adapt_once() -> None:
