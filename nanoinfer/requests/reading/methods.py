@@ -12,13 +12,14 @@ from typing import Any, TypeVar, overload
 from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
+from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import ComingRequest, Prepared
-from nanoinfer.requests.reading.classes import LABELS, Classes
+from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
@@ -39,7 +40,7 @@ class ReadsTexts(LoadsAdapters):
 
     @cached_property
     def _embeddings(self) -> Embeddings:
-        return Embeddings(self.config)
+        return Embeddings(self.config, self._inputs.texts)
 
     @cached_property
     def _classes(self) -> Classes:
@@ -107,8 +108,8 @@ class ReadsTexts(LoadsAdapters):
     def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
         """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
         made = self._embeddings
-        kept, before = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
-        return Reading(made.read, partial(made.output, dimensions=kept), before, prompt_name)
+        kept, ask = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
+        return Reading(made.read, partial(made.output, dimensions=kept), ask)
 
     @hints_for("prepare_to_embed", ())
     def prepare_to_embed(
@@ -131,7 +132,7 @@ class ReadsTexts(LoadsAdapters):
         with self.engine.alike():
             reading = self._embedding(prompt_name, dimensions)
             settings = settings_for(reading.read, check_adapter("adapter", adapter))
-            return self._inputs.begin_text("prompt", prompt, settings, reading.put_before, reading.output)
+            return self._inputs.begin_text("prompt", prompt, settings, reading.ask, reading.output)
 
     @overload
     def classify(
@@ -223,18 +224,17 @@ class ReadsTexts(LoadsAdapters):
         Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
         """
         is_classifier, numbers = self.config.description.labels is not None, count()
-        make = self._classes.reranked if is_classifier else self._pairs.answered
         trim = self._classes.trim if is_classifier else as_it_is
 
         def output(request: AnyRequest) -> RerankOutput:
-            return make(request, next(numbers))
+            return self._pairs.output(request, next(numbers))
 
         with self.engine.alike():
             if is_classifier:
                 self._classes.check("rerank", 1)
-            read = LABELS if is_classifier else self._pairs.answers
+            read = self._pairs.model.read
             listed = documents if isinstance(documents, Iterator) else check_documents(documents)
-            pairs = self._pairs.prompts(query, listed, instruction, is_classifier)
+            pairs = self._pairs.prompts(query, listed, instruction)
             prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
         return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
 
