@@ -30,6 +30,7 @@ LOADING = (
     "torch_dtype", "dtype",  # which LLM(dtype=...) decides
 )  # fmt: skip
 PADDING = ("padding", "padding_side", "pad_to_multiple_of", "return_tensors", "use_fast", "trust_remote_code")
+SPECIAL = {"add_special_tokens": (True,)}
 NO_ARGUMENTS = ("conversation", "tokenize", "return_dict", "truncation", "max_length", "padding", "return_tensors")
 FORMS = FLAT, STRUCTURED = "flat", "structured"
 CUTS = LONGEST, *_ = "longest_first", "only_first", "only_second"
@@ -68,12 +69,12 @@ class TextSettings:
         if (found := said.get("transformer_task") or EMBEDS) != task:
             raise ValueError(f"{file}: transformer_task={short(found)}: must be {task!r} for this call")
         for name in OF_MODEL:
-            check_settings(f"{file}: {name}", mapping_of(f"{file}: {name}", said.get(name)), LOADING)
+            check_settings(f"{file}: {name}", mapping_of(f"{file}: {name}", said.get(name)), LOADING, off=())
         lowers = check_flag(f"{file}: do_lower_case", said.get("do_lower_case") or False)
         where = f"{file}: {OF_TEXTS}"
         of_texts = mapping_of(where, said.get(OF_TEXTS))
         check_settings(where, of_texts, (TEXT, COMMON, TEMPLATE))
-        check_settings(f"{where}: {COMMON}", mapping_of(f"{where}: {COMMON}", of_texts.get(COMMON)), PADDING)
+        check_settings(f"{where}: {COMMON}", mapping_of(f"{where}: {COMMON}", of_texts.get(COMMON)), PADDING, off=())
         most, cut = _read_cut(file, said, mapping_of(f"{where}: {TEXT}", of_texts.get(TEXT)))
         arguments = dict(mapping_of(f"{where}: {TEMPLATE}", of_texts.get(TEMPLATE)))
         keeps_end = check_flag(f"{where}: {TEMPLATE}: {RESTORES}", arguments.pop(RESTORES, True))
@@ -85,11 +86,11 @@ class TextSettings:
 def _read_cut(file: Path, said: Mapping[str, Any], of_text: Mapping[str, Any]) -> tuple[int | None, str | None]:
     """Return what TextSettings has as most_tokens and cut. of_text: the part of OF_TEXTS, whose limit comes first"""
     where = f"{OF_TEXTS}: {TEXT}"
-    check_settings(f"{file}: {where}", of_text, ("max_length", "truncation", "logits_to_keep", *PADDING))
+    check_settings(f"{file}: {where}", of_text, ("max_length", "truncation", "logits_to_keep", *PADDING), SPECIAL, ())
     limits = {f"{where}: max_length": of_text.get("max_length")}
     for name in OF_TOKENIZER:
         options = mapping_of(f"{file}: {name}", said.get(name))
-        check_settings(f"{file}: {name}", options, ("model_max_length", *PADDING))
+        check_settings(f"{file}: {name}", options, ("model_max_length", *PADDING), off=())
         limits[f"{name}: model_max_length"] = options.get("model_max_length")
     limits["max_seq_length"] = said.get("max_seq_length")
     given = [check_int(f"{file}: {name}", limit, 1) for name, limit in limits.items() if limit is not None]

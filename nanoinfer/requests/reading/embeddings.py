@@ -37,7 +37,9 @@ class Embeddings:
     @cached_property
     def _model_texts(self) -> ModelTexts | None:
         texts = self.model.texts
-        return None if texts is None else ModelTexts(self._config, self._texts, texts)
+        if texts is None or self._texts.tokenizer is None:  # then a text is refused as any LLM refuses it
+            return None
+        return ModelTexts(self._config, self._texts, texts)
 
     @property
     def read(self) -> Read:

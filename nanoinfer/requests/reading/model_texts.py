@@ -26,7 +26,7 @@ Turn = tuple[str, str]  # the role and the text of a message
 class ModelTexts:
     """Makes tokens as sentence-transformers does: in lower case, in a chat, cut to a length, where settings say so.
 
-    Raises ValueError for what the tokenizer does not take, or its chat template.
+    There must be a tokenizer. Raises ValueError for what it does not take, or its chat template.
     """
 
     def __init__(self, config: Config, texts: Texts, settings: TextSettings) -> None:
@@ -58,10 +58,13 @@ class ModelTexts:
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """The LLM's own, or a copy that makes lower case, or that others do not use while it cuts."""
-        tokenizer = self._texts.known_tokenizer("sentence-transformers' files")
+        tokenizer = self._texts.tokenizer
+        assert tokenizer is not None
         if not self._settings.lowers:
             return deepcopy(tokenizer) if self._config.sees else tokenizer
-        self._texts.check_detokenizer("do_lower_case=true in sentence-transformers' file")
+        if not tokenizer.is_fast:
+            folder = self._texts.folder
+            raise ValueError(f"{folder!r}: do_lower_case=True needs a tokenizer.json, which the folder does not have")
         return _lowering(deepcopy(tokenizer))
 
     @cached_property

@@ -40,6 +40,7 @@ class Pairs:
     def model(self) -> CrossEncoder:
         """How a pair becomes a score. Raises ValueError for what nobody computes here, or the tokenizer lacks."""
         known = self._config.description
+        self._texts.known_tokenizer("rerank")
         saved = read_cross_encoder(self._config.model, known.labels is not None, known.vocab_size)
         return saved or CrossEncoder(self._find_answers(), texts=None)
 
