@@ -350,6 +350,19 @@ class TestScores:
             ):
                 _read(folder)
 
+    def test_a_classifier_without_modules(
+        self, scorers: dict[str, Path], tmp_path: Path, make_llm: Callable[..., LLM]
+    ) -> None:
+        """Its pairs are cut as the tokenizer says, where versions before 6 have saved max_length."""
+        tokenizer = {TOKENIZER: {"model_max_length": 9}}
+        folder = changed(scorers["sequence-classification"], tmp_path / "changed", **tokenizer)
+        for name in (MODULES, "chat_template.jinja"):
+            (Path(folder) / name).unlink()
+        outputs = make_llm(folder, device="cpu").rerank(PAIR[0], TEXTS, use_tqdm=False)
+        assert max(len(output.prompt_token_ids) for output in outputs) == 9
+        expected = sentence_transformers.CrossEncoder(folder, device="cpu").predict([(PAIR[0], text) for text in TEXTS])
+        assert [output.score for output in outputs] == pytest.approx(expected.tolist(), abs=1e-4)
+
     def test_one_token_says_yes(self, scorers: dict[str, Path], tmp_path: Path) -> None:
         how = {LOGIT_SCORE: {"true_token_id": 5, "false_token_id": None}}
         model = _read(changed(scorers["text-generation"], tmp_path / "changed", **how))

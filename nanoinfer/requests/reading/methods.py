@@ -84,15 +84,16 @@ class ReadsTexts(LoadsAdapters):
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
-        The checkpoint's modules.json says how, as sentence-transformers reads it. Without one, it is the hidden state
-        of the last token behind the last norm, with length 1.
+        The checkpoint's modules.json says how, as sentence-transformers reads it and the files beside it: a text may
+        get lower case, become a chat, and be cut. Token ids stay as they are. Without that file, the embedding is the
+        hidden state of the last token behind the last norm, with length 1.
 
         prompts: as for generate. An iterator, such as a generator, gives an iterator of outputs: the LLM takes texts
             as it needs them, so that a million take little memory
         prompt_name: which of the checkpoint's prompts stands before each text, such as "query"; None: the checkpoint's
             default, if it has one
         dimensions: keep so many first numbers of each embedding, and give these length 1 if the whole one has it, as
-            Matryoshka models allow; None: all
+            Matryoshka models allow; None: all, or as many as the checkpoint says
         use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
         adapter: as in SamplingParams, for all texts
         lora_request: as for generate; for an iterator, one for all
@@ -210,13 +211,15 @@ class ReadsTexts(LoadsAdapters):
     ) -> list[RerankOutput] | Iterator[RerankOutput]:
         """Compute how well each document answers a query; returns the outputs in the documents' order.
 
-        A classifier of one label reads the pair as its tokenizer joins the two. Any other LLM that generates reads it
-        in the form of Qwen3-Reranker, which asks for yes or no.
+        The files that sentence-transformers' CrossEncoder has saved say how, which also cut pairs. Without a
+        modules.json, a classifier of one label reads the pair as its tokenizer joins the two. Any other LLM that
+        generates reads it in the form of Qwen3-Reranker, which asks for yes or no.
 
         query: a text
         documents: texts; of an iterator, the outputs are one, as for embed
         instruction: what the form says that the query asks for; None: "Given a web search query, retrieve relevant
-            passages that answer the query". For a classifier, an instruction asks for this form
+            passages that answer the query". For a classifier, an instruction asks for this form. Where files make a
+            chat of a pair, or name the tokens that count, it stands in place of their default prompt
         use_tqdm: as for embed
         adapter: as in SamplingParams, for all texts
         lora_request: as for embed
