@@ -157,6 +157,14 @@ class TestTexts:
         for prompt in ("", "Find: "):
             assert [ours.read_pair("pair", *PAIR, prompt)] == tokens_of_theirs(folder, [PAIR], prompt)
 
+    def test_texts_that_the_tokenizer_does_not_take(self, scorers: dict[str, Path], tmp_path: Path) -> None:
+        cut = {"processing_kwargs": {"text": {"truncation": "only_second", "max_length": 2}}}
+        folder = changed(scorers["text-generation"], tmp_path / "changed", **{TEXTS_FILE: cut})
+        ours = make_texts(folder, text_settings.GENERATES)
+        for query, document in (PAIR, ("a", "\ud800")):
+            with pytest.raises(ValueError, match=r"documents\[0\] is .*: the tokenizer does not take it"):
+                ours.read_pair("documents[0]", query, document, "")
+
     def test_names_of_all_versions(self, embedder: Path, tmp_path: Path) -> None:
         folder = Path(changed(embedder, tmp_path / "changed"))
         (folder / TEXTS_FILE).write_text("{}")

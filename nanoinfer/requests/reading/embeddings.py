@@ -73,19 +73,20 @@ class Embeddings:
         return partial(self._ask, before=self.model.settings.prompt if name is None else prompts[name], name=name)
 
     def _ask(self, asked: Asked, before: str, name: str | None) -> Asked:
-        """Return a text with what stands before it. Raises ValueError for what is none, if somebody wants a text."""
+        """Return a text with what stands before it, and what makes its tokens; tokens and chats stay as they are.
+
+        name: that of a prompt which a call asks for. Raises ValueError for what is no text, if that or the files do.
+        """
         given, own = asked.prompt, self._model_texts
-        is_text = isinstance(given, str) and asked.text is not None and not asked.is_chat
-        if name is not None and not is_text:
+        if isinstance(given, str) and own is not None and own.changes and (asked.is_chat or any(asked.media)):
+            what = "text alone, which sentence-transformers' files change, or token ids"
+            raise ValueError(f"{asked.name}: must be {what}")
+        if isinstance(given, str) and asked.text is not None and not asked.is_chat:
+            tokenize = None if own is None else partial(own.read_text, text=given, before=before)
+            return asked._replace(prompt=before + given, text=before + asked.text, tokenize=tokenize)
+        if name is not None:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
-        if isinstance(given, str) and own is not None and own.changes and (not is_text or any(asked.media)):
-            raise ValueError(
-                f"{asked.name}: must be text alone, which sentence-transformers' files change, or token ids"
-            )
-        if not isinstance(given, str) or asked.text is None or asked.is_chat:
-            return asked
-        tokenize = None if own is None else partial(own.read_text, text=given, before=before)
-        return asked._replace(prompt=before + given, text=before + asked.text, tokenize=tokenize)
+        return asked
 
     def output(self, request: AnyRequest, dimensions: int | None) -> EmbeddingOutput:
         """Return the output of a text. dimensions: as check_dimensions returns it"""

@@ -83,8 +83,9 @@ class ModelTexts:
             cut = {"truncation": self._settings.cut, "max_length": self._most_tokens}
         try:
             return self._tokenizer.encode(*texts, add_special_tokens=special, **cut)
-        except TypeError:  # a text has half a surrogate pair, for one
-            raise ValueError(f"{name} is {short(texts[-1], MOST_SHOWN)}: the tokenizer does not take it") from None
+        except Exception as error:  # a text has half a surrogate pair, or a pair is too long where one text is cut
+            shown = short(texts[-1], MOST_SHOWN)
+            raise ValueError(f"{name} is {shown}: the tokenizer does not take it: {error}") from None
 
     def _encode_chat(self, name: str, turns: tuple[Turn, ...], before: str) -> list[int]:
         """Return the tokens of a chat; of one that is cut, the last ones may be the template's all the same."""
