@@ -105,8 +105,8 @@ def changed(folder: Path, target: Path, **files: dict[str, Any]) -> str:
     return str(target)
 
 
-def make_texts(folder: str, task: str) -> ModelTexts:
-    config: Any = SimpleNamespace(model=folder, tokenizer=None, sees=False, max_model_len=512)
+def make_texts(folder: str, task: str, sees: bool = False) -> ModelTexts:
+    config: Any = SimpleNamespace(model=folder, tokenizer=None, sees=sees, max_model_len=512)
     texts = Texts(config, AutoTokenizer.from_pretrained(folder))
     return ModelTexts(config, texts, TextSettings.read(folder, task))
 
@@ -156,6 +156,17 @@ class TestTexts:
         ours = make_texts(folder, text_settings.GENERATES)
         for prompt in ("", "Find: "):
             assert [ours.read_pair("pair", *PAIR, prompt)] == tokens_of_theirs(folder, [PAIR], prompt)
+
+    def test_no_other_text_is_cut_or_gets_lower_case(self, embedder: Path, tmp_path: Path) -> None:
+        """Whoever uses the LLM's tokenizer meanwhile, such as threads that prepare images."""
+        how = {TEXTS_FILE: {"max_seq_length": 9, "do_lower_case": True}}
+        ours = make_texts(changed(embedder, tmp_path / "changed", **how), text_settings.EMBEDS, sees=True)
+        tokenizer = ours._texts.tokenizer
+        assert tokenizer is not None
+        before = tokenizer.encode(TEXTS[2])
+        assert len(ours.read_text("text", TEXTS[2], "")) == 9
+        assert tokenizer.backend_tokenizer.truncation is None
+        assert tokenizer.encode(TEXTS[2]) == before
 
     def test_texts_that_the_tokenizer_does_not_take(self, scorers: dict[str, Path], tmp_path: Path) -> None:
         cut = {"processing_kwargs": {"text": {"truncation": "only_second", "max_length": 2}}}
