@@ -17,7 +17,7 @@ from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.ranks import check_in_order, check_ranks
-from nanoinfer.pooling.sentence_model import makes_embeddings
+from nanoinfer.pooling.files import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.formats.table import quantized_as_loaded
 from nanoinfer.weights.sources import FileSource

@@ -141,17 +141,22 @@ def check_subset(name: str, value: Any, allowed: list[str]) -> set[str]:
 
 
 def check_settings(
-    where: str, settings: Mapping[str, Any], read: Collection[str], idle: Mapping[str, Collection[Any]] | None = None
+    where: str,
+    settings: Mapping[str, Any],
+    read: Collection[str],
+    idle: Mapping[str, Collection[Any]] | None = None,
+    off: Collection[Any] = OFF,
 ) -> None:
     """Raise ValueError for a setting of a file that nobody reads and that may change results.
 
     where: begins the message, such as "model: quantization_config" or the path of a file
     read: the names whose values the caller checks, and those that never change a result, such as a version's
-    idle: other known names, and the values with which each changes nothing; those in OFF never do
+    idle: other known names, and the values with which each changes nothing; those in `off` never do
+    off: (None,) or () where also False may change something, as where settings take others' place
     """
     known: dict[str, Collection[Any]] = {**dict.fromkeys(read, ()), **(idle or {})}
     for name, value in settings.items():
-        if name in read or any(type(value) is type(off) and value == off for off in OFF):
+        if name in read or any(type(value) is type(each) and value == each for each in off):
             continue
         if name not in known:
             raise ValueError(f"{where} has {name}={short(value)}: nothing reads it here; known are {', '.join(known)}")

@@ -130,3 +130,23 @@ def test_published_files_say_how_images_are_processed(form: str, tmp_path: Path)
     prompt = processor.prepare("prompt", seeing.prompt, [picture(200, 200)])
     assert sum(span.count for span in prompt.spans) == count
     assert processor.images.largest().count >= count
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "said"),
+    [
+        ("no type", {"brand_new": 7}, " has brand_new=7: nothing reads it here"),
+        ("nulls", {"image_seq_length": 256}, " has image_seq_length=256: must be 4"),
+        ("two files", {"spatial_merge_size": 1}, " has spatial_merge_size=1: must be 2"),
+        ("two files", {"image_break_token": "|"}, r" has image_break_token='\|': must be '\[IMG_BREAK\]'"),
+    ],
+)
+def test_settings_by_which_a_prompt_would_be_another(
+    form: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    name, files, _ = FORMS[form]
+    config = SEEING[name].build(tmp_path).config
+    for file, content in {PROCESSOR: {}, **files}.items():
+        (tmp_path / file).write_text(json.dumps({**content, **settings} if file == PROCESSOR else content))
+    with pytest.raises(ValueError, match=f"{PROCESSOR}{said}"):
+        processor_of(str(tmp_path), config)

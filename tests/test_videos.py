@@ -220,6 +220,39 @@ OWN: dict[str, Any] = {
 }
 
 
+WRITTEN: dict[str, Any] = {
+    "crop_size": None,
+    "data_format": "channels_first",
+    "default_to_square": True,
+    "device": None,
+    "do_center_crop": None,
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_pad": None,
+    "do_rescale": True,
+    "do_resize": True,
+    "do_sample_frames": True,
+    "fps": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "input_data_format": None,
+    "max_frames": 768,
+    "max_pixels": None,
+    "merge_size": 2,
+    "min_frames": 4,
+    "num_frames": None,
+    "patch_size": 16,
+    "processor_class": "Qwen3VLProcessor",
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "return_metadata": False,
+    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+    "temporal_patch_size": 2,
+    "video_metadata": None,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+}
+
+
 class TestFiles:
     @pytest.mark.parametrize(
         ("files", "size"),
@@ -240,6 +273,35 @@ class TestFiles:
         settings = EACH.read(str(tmp_path))
         assert settings.size == size
         assert (settings.patch_size, settings.resample) == (8 if files else 14, 3)
+
+    def test_all_that_transformers_writes_is_known(self, tmp_path: Path) -> None:
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(WRITTEN))
+        settings = EACH.read(str(tmp_path))
+        assert (settings.patch_size, settings.image_mean, settings.size) == (16, (0.5, 0.5, 0.5), WRITTEN["size"])
+
+    @pytest.mark.parametrize(
+        "name", ["video_preprocessor_config.json", "preprocessor_config.json", "processor_config.json"]
+    )
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"brand_new": 7}, " has brand_new=7: nothing reads it here"),
+            ({"counts_all": True}, " has counts_all=True: nothing reads it here"),
+            ({"do_center_crop": True}, " has do_center_crop=True: must be False"),
+            ({"do_resize": False}, ": do_resize=False: must be True"),
+            ({"size": {"height": 7}}, ": size has height=7"),
+            ({"patch_size": "16"}, ": patch_size='16': must be an integer of at least 1"),
+            ({"do_normalize": 2}, ": do_normalize=2: must be True or False"),
+            ({"image_mean": [0.5, 0.5]}, r": image_mean=\[0.5, 0.5\]: must be a number, or one for each"),
+            ({"resample": 9}, ": resample=9: must be an integer from 0 to 5"),
+        ],
+        ids=str,
+    )
+    def test_settings_that_nobody_knows(self, settings: dict, said: str, name: str, tmp_path: Path) -> None:
+        nested = {"video_processor": settings} if name == "processor_config.json" else settings
+        (tmp_path / name).write_text(json.dumps(nested))
+        with pytest.raises(ValueError, match=f"{name}.*{said}"):
+            EACH.read(str(tmp_path))
 
 
 class TestPrompts:

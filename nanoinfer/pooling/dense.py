@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-Vector = npt.NDArray[np.float32]
+from nanoinfer.checks import check_settings
+from nanoinfer.pooling.activations import Vector, find_activation
+from nanoinfer.pooling.files import Module, read_settings
 
-
-def _same(x: Vector) -> Vector:
-    return x
-
-
-ACTIVATIONS: dict[str, Callable[[Vector], Vector]] = {"Identity": _same, "Tanh": np.tanh}
 WEIGHTS_FILE = "model.safetensors"
+WEIGHT, BIAS = "linear.weight", "linear.bias"
+TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default
+ON_EMBEDDINGS = dict.fromkeys(("module_input_name", "module_output_name"), ("sentence_embedding",))
+KNOWN = ("in_features", "out_features", "bias", "activation_function")
 
 
 @dataclass(frozen=True)
@@ -29,39 +26,37 @@ class Dense:
     """activation(weight x + bias), in float32.
 
     weight: [outputs, inputs]; bias: [outputs]
-    activation: its name in ACTIVATIONS
     """
 
     weight: Vector
     bias: Vector
-    activation: str
+    activation: Callable[[Vector], Vector]
 
     @classmethod
-    def open(cls, folder: Path) -> Dense:
-        """Read a module's folder. Raises ValueError, naming it, for what nobody computes here."""
-        config = _read_config(folder)
-        activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"{folder}: activation_function={activation}: must be one of {', '.join(ACTIVATIONS)}")
-        if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-            raise ValueError(
-                f"{folder}: use_residual and module_input_name must be left out: a matrix reads an embedding"
-            )
-        try:
-            tensors = load_file(folder / WEIGHTS_FILE)
-            weight = tensors["linear.weight"].astype(np.float32)
-        except (SafetensorError, OSError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder}: must have a {WEIGHTS_FILE} with linear.weight: {error!r}") from error
-        bias = tensors.get("linear.bias", np.zeros(len(weight)))
-        return cls(weight, bias.astype(np.float32), activation)
+    def open(cls, module: Module) -> Dense:
+        """Read a module's files. Raises ValueError, naming one, for what nobody computes here."""
+        file = module.settings_file
+        config = read_settings(file)
+        check_settings(str(file), config, KNOWN, {"use_residual": (False,), **ON_EMBEDDINGS})
+        activation = find_activation(f"{file}: activation_function", config.get("activation_function", TANH))
+        weight, bias = _read_weights(module.folder / WEIGHTS_FILE)
+        sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1], "bias": bias is not None}
+        for name, size in sizes.items():
+            if config.get(name, size) != size:
+                raise ValueError(f"{file}: {name}={config[name]!r}: must be {size}, as in {WEIGHTS_FILE}")
+        return cls(weight, np.zeros(len(weight), np.float32) if bias is None else bias, activation)
 
     def __call__(self, x: Vector) -> Vector:
         """Return [outputs] float32 of [inputs] float32."""
-        return ACTIVATIONS[self.activation](self.weight @ x + self.bias)
+        return self.activation(self.weight @ x + self.bias)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_weights(file: Path) -> tuple[Vector, Vector | None]:
+    """Return the weight, and the bias if there is one."""
     try:
-        return dict(json.loads((folder / "config.json").read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'}: cannot be read: {error}") from error
+        tensors = {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ValueError(f"{file}: cannot be read: {error!r}") from error
+    if WEIGHT not in tensors or not tensors.keys() <= {WEIGHT, BIAS}:
+        raise ValueError(f"{file} has {', '.join(tensors) or 'nothing'}: must have {WEIGHT}, and may have {BIAS}")
+    return tensors[WEIGHT], tensors.get(BIAS)

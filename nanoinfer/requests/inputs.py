@@ -270,6 +270,8 @@ class Inputs:
                 raise ValueError(f"{asked.name}: its images were cancelled, as close cancels them") from None
         if self._images is not None and isinstance(asked.prompt, str):
             self._images.check_text(asked.name, asked.prompt)
+        if asked.tokenize is not None:
+            return asked.tokenize(asked.name)
         return self._to_token_ids(asked.name, asked.prompt, not asked.is_chat)
 
     def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:

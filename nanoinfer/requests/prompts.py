@@ -25,6 +25,7 @@ class Asked(NamedTuple):
     text: its text; None if the user passed token ids alone
     media: its images and videos
     is_chat: a template wrote it, with the special tokens
+    tokenize: makes its tokens, of its name in messages of errors; None: the tokenizer does, of its text
     """
 
     name: str
@@ -32,6 +33,7 @@ class Asked(NamedTuple):
     text: str | None
     media: Media = NO_MEDIA
     is_chat: bool = False
+    tokenize: Callable[[str], list[int]] | None = None
 
 
 OutputOf = Callable[[Any], Any]  # what makes the output of an AnyRequest that is read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,16 @@ class Placeholder:
     image_processor: the class of transformers' that makes pixels; checkpoints name it variously
     expand: returns what the text becomes; it takes what the image processor made of the image
     options: of the image processor
+    fixed: settings of the class's processor, which is not run here, and the values that they must have
+    ignored: those that change nothing of an image
     """
 
     text: str
     image_processor: str
     expand: Callable[[Pixels], str]
     options: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    ignored: Collection[str] = ()
 
 
 def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -47,7 +51,8 @@ def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         text = f"Here is the original image {whole} and here are some crops to help you see better"
         return " ".join([text, *[whole] * crops])
 
-    return Placeholder(begin, "Gemma3ImageProcessor", expand, CROPS)
+    fixed = {"image_seq_length": (config.mm_tokens_per_image,)}
+    return Placeholder(begin, "Gemma3ImageProcessor", expand, CROPS, fixed)
 
 
 def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -56,7 +61,8 @@ def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     def expand(made: Pixels) -> str:
         return f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}"
 
-    return Placeholder(image, "Gemma4ImageProcessor", expand)
+    ignored = "image_seq_length", "audio_seq_length", "audio_ms_per_token"
+    return Placeholder(image, "Gemma4ImageProcessor", expand, ignored=ignored)
 
 
 def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -66,13 +72,21 @@ def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
 
 
 def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
-    image, side = _image(config, tokenizer), config.vision_config.patch_size * config.spatial_merge_size
+    image, patch, merge = _image(config, tokenizer), config.vision_config.patch_size, config.spatial_merge_size
+    side = patch * merge
 
     def expand(made: Pixels) -> str:
         height, width = (int(length) // side for length in made["image_sizes"][0])
         return ROW_END.join([image * width] * height) + IMAGE_END
 
-    return Placeholder(image, "PixtralImageProcessor", expand, {"patch_size": side})
+    fixed = {
+        "patch_size": (patch,),
+        "spatial_merge_size": (merge,),
+        "image_break_token": (ROW_END,),
+        "image_end_token": (IMAGE_END,),
+    }
+    ignored = ("image_token",)  # for image_token_id in the config decides
+    return Placeholder(image, "PixtralImageProcessor", expand, {"patch_size": side}, fixed, ignored)
 
 
 def _qwen(config: PretrainedConfig, tokenizer: Any) -> Placeholder:

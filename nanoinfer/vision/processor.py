@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nanoinfer.checks import check_settings
 from nanoinfer.hub import reason_of
 from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
 from nanoinfer.vision.opening import Opener
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Prepared = PreparedImage | PreparedVideo
-FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
+FILES = OF_IMAGES, OF_ALL = "preprocessor_config.json", "processor_config.json"  # may say how images are processed
+PARTS = ("image_processor", "video_processor", "feature_extractor", "tokenizer", "chat_template")  # others read these
+NAMES = ("processor_class", "auto_map")
 MOST_SHOWN = 300  # characters of transformers' reason
 
 
@@ -100,6 +104,7 @@ class VisionProcessor:
         with _named_errors(folder):
             placeholder, of_videos = maker(config, tokenizer), kind_of(folder, config, tokenizer)
             processor = _read_processor(folder, placeholder.image_processor)
+            _check_whole(Path(folder) / OF_ALL, placeholder)
         self._tokenizer, opener, options = tokenizer, Opener(image_folder), options or {}
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id
@@ -266,7 +271,7 @@ def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTraine
 def _named_errors(folder: str) -> Iterator[None]:
     """Say what is wrong with a checkpoint's files, or missing."""
     if not any((Path(folder) / name).is_file() for name in FILES):
-        raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
+        raise ValueError(f"model={folder!r}: must have a {OF_IMAGES}, which says how images are processed")
     try:
         yield
     except Exception as error:
@@ -274,6 +279,12 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(
             f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
         ) from error
+
+
+def _check_whole(file: Path, placeholder: Placeholder) -> None:
+    """Raise ValueError for settings of the class's processor by which a prompt would be another."""
+    said = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    check_settings(str(file), said, (*PARTS, *NAMES, *placeholder.ignored), placeholder.fixed)
 
 
 def _read_processor(folder: str, name: str) -> Any:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.models.classes import CLASSIFIERS
-from nanoinfer.pooling.read import Read
+from nanoinfer.pooling.activations import Vector, sigmoid
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import Prepared
-from nanoinfer.requests.reading.outputs import ClassificationOutput, RerankOutput, Vector, facts_of
+from nanoinfer.requests.reading.outputs import ClassificationOutput, facts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LABELS = Read("labels")
-
 
 class Classes:
-    """Makes outputs of a classifier's scores, as transformers' pipeline and sentence-transformers' CrossEncoder do."""
+    """Makes outputs of a classifier's scores, as transformers' pipeline does."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -58,10 +55,6 @@ class Classes:
             label = self._settings.id2label[int(probs.argmax())]
         return ClassificationOutput(facts_of(request, result), label=label, probs=probs, logits=logits)
 
-    def reranked(self, request: AnyRequest, index: int) -> RerankOutput:
-        """Return the output of the document at `index`."""
-        return rerank_output(request, index, lambda logits: self._relevance(logits)[0])
-
     def _probabilities(self, logits: Vector) -> Vector:
         """Return what transformers' pipeline does; scores of a regression stay as they are."""
         kind = self._settings.problem_type
@@ -69,26 +62,8 @@ class Classes:
             return logits
         return sigmoid(logits) if kind == "multi_label_classification" or len(logits) == 1 else softmax(logits)
 
-    def _relevance(self, logits: Vector) -> Vector:
-        """Return what CrossEncoder does: a sigmoid, unless its settings in config.json name no function."""
-        settings = getattr(self._settings, "sentence_transformers", None) or {}
-        return logits if str(settings.get("activation_fn")).endswith(".Identity") else sigmoid(logits)
-
-
-def sigmoid(x: Vector) -> Vector:
-    """Return 1 / (1 + exp(-x)) of each number."""
-    return np.float32(1) / (np.float32(1) + np.exp(-x))
-
 
 def softmax(x: Vector) -> Vector:
     """Return the shares that the exponentials of the numbers have."""
     parts: Vector = np.exp(x - x.max())
     return parts / parts.sum()
-
-
-def rerank_output(request: AnyRequest, index: int, score_of: Callable[[Vector], np.float32]) -> RerankOutput:
-    """Return the output of the document at `index`, whose text is the prompt's. score_of: takes what steps read"""
-    result = request.first_result()
-    score = None if result.pooled is None else float(score_of(result.pooled))
-    facts: dict[str, Any] = facts_of(request, result)
-    return RerankOutput(index=index, document=facts.pop("prompt"), score=score, **facts)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from nanoinfer.checks import as_int, short
 from nanoinfer.config import Config
+from nanoinfer.pooling.activations import Vector
 from nanoinfer.pooling.read import Read
 from nanoinfer.pooling.sentence_model import SentenceModel, read_sentence_model
 from nanoinfer.requests.interface import AnyRequest
-from nanoinfer.requests.reading.outputs import EmbeddingOutput, Vector, facts_of
+from nanoinfer.requests.prompts import Asked
+from nanoinfer.requests.reading.model_texts import ModelTexts
+from nanoinfer.requests.reading.outputs import EmbeddingOutput, facts_of
+from nanoinfer.requests.text.texts import Texts
 
 SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.normalize counts it
 
@@ -21,13 +26,20 @@ SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.nor
 class Embeddings:
     """Makes embeddings of what steps read, on the host in float32."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, texts: Texts) -> None:
+        self._config, self._texts = config, texts
 
     @cached_property
     def model(self) -> SentenceModel:
-        """What comes behind the last norm. Raises ValueError, naming it, for what nobody computes here."""
+        """What the checkpoint's files say. Raises ValueError, naming it, for what nobody computes here."""
         return read_sentence_model(self._config.model)
+
+    @cached_property
+    def _model_texts(self) -> ModelTexts | None:
+        texts = self.model.texts
+        if texts is None or self._texts.tokenizer is None:  # then a text is refused as any LLM refuses it
+            return None
+        return ModelTexts(self._config, self._texts, texts)
 
     @property
     def read(self) -> Read:
@@ -52,16 +64,29 @@ class Embeddings:
             raise ValueError(f"dimensions={short(dimensions)}: must be an integer from 1 to {self._width}")
         return count
 
-    def find_prompt(self, name: str | None) -> str:
-        """Return what stands before each text. Raises ValueError for a name that the checkpoint does not know."""
-        prompts = self.model.prompts
-        wanted = self.model.default_prompt if name is None else name
-        if wanted is None:
-            return ""
-        if not isinstance(wanted, str) or wanted not in prompts:
+    def find_prompt(self, name: str | None) -> Callable[[Asked], Asked]:
+        """Return what puts a prompt before a text. Raises ValueError for a name that the checkpoint does not know."""
+        prompts = self.model.settings.prompts
+        if name is not None and (not isinstance(name, str) or name not in prompts):
             known = f"must be one of {', '.join(prompts)}" if prompts else "must be left out: the checkpoint has none"
-            raise ValueError(f"prompt_name={short(wanted)}: {known}")
-        return prompts[wanted]
+            raise ValueError(f"prompt_name={short(name)}: {known}")
+        return partial(self._ask, before=self.model.settings.prompt if name is None else prompts[name], name=name)
+
+    def _ask(self, asked: Asked, before: str, name: str | None) -> Asked:
+        """Return a text with what stands before it, and what makes its tokens; tokens and chats stay as they are.
+
+        name: that of a prompt which a call asks for. Raises ValueError for what is no text, if that or the files do.
+        """
+        given, own = asked.prompt, self._model_texts
+        if isinstance(given, str) and own is not None and own.changes and (asked.is_chat or any(asked.media)):
+            what = "text alone, which sentence-transformers' files change, or token ids"
+            raise ValueError(f"{asked.name}: must be {what}")
+        if isinstance(given, str) and asked.text is not None and not asked.is_chat:
+            tokenize = None if own is None else partial(own.read_text, text=given, before=before)
+            return asked._replace(prompt=before + given, text=before + asked.text, tokenize=tokenize)
+        if name is not None:
+            raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
+        return asked
 
     def output(self, request: AnyRequest, dimensions: int | None) -> EmbeddingOutput:
         """Return the output of a text. dimensions: as check_dimensions returns it"""
@@ -74,5 +99,9 @@ class Embeddings:
         x = (pooled / tokens if self.read.needs_all else pooled).astype(np.float32, copy=False)
         for dense in self.model.denses:
             x = dense(x)
-        x = x[:dimensions]
-        return x / np.maximum(np.linalg.norm(x), np.float32(SMALLEST)) if self.model.normalises else x
+        x = _with_length_1(x[:dimensions]) if self.model.normalises else x[:dimensions]
+        return x if dimensions is not None else x[: self.model.settings.truncate_dim]
+
+
+def _with_length_1(x: Vector) -> Vector:
+    return x / np.maximum(np.linalg.norm(x), np.float32(SMALLEST))

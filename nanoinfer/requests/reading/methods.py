@@ -12,13 +12,14 @@ from typing import Any, TypeVar, overload
 from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
+from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import ComingRequest, Prepared
-from nanoinfer.requests.reading.classes import LABELS, Classes
+from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
@@ -39,7 +40,7 @@ class ReadsTexts(LoadsAdapters):
 
     @cached_property
     def _embeddings(self) -> Embeddings:
-        return Embeddings(self.config)
+        return Embeddings(self.config, self._inputs.texts)
 
     @cached_property
     def _classes(self) -> Classes:
@@ -83,15 +84,16 @@ class ReadsTexts(LoadsAdapters):
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
-        The checkpoint's modules.json says how, as sentence-transformers reads it. Without one, it is the hidden state
-        of the last token behind the last norm, with length 1.
+        The checkpoint's modules.json says how, as sentence-transformers reads it and the files beside it: a text may
+        get lower case, become a chat, and be cut. Token ids stay as they are. Without that file, the embedding is the
+        hidden state of the last token behind the last norm, with length 1.
 
         prompts: as for generate. An iterator, such as a generator, gives an iterator of outputs: the LLM takes texts
             as it needs them, so that a million take little memory
         prompt_name: which of the checkpoint's prompts stands before each text, such as "query"; None: the checkpoint's
             default, if it has one
         dimensions: keep so many first numbers of each embedding, and give these length 1 if the whole one has it, as
-            Matryoshka models allow; None: all
+            Matryoshka models allow; None: all, or as many as the checkpoint says
         use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
         adapter: as in SamplingParams, for all texts
         lora_request: as for generate; for an iterator, one for all
@@ -107,8 +109,8 @@ class ReadsTexts(LoadsAdapters):
     def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
         """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
         made = self._embeddings
-        kept, before = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
-        return Reading(made.read, partial(made.output, dimensions=kept), before, prompt_name)
+        kept, ask = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
+        return Reading(made.read, partial(made.output, dimensions=kept), ask)
 
     @hints_for("prepare_to_embed", ())
     def prepare_to_embed(
@@ -131,7 +133,7 @@ class ReadsTexts(LoadsAdapters):
         with self.engine.alike():
             reading = self._embedding(prompt_name, dimensions)
             settings = settings_for(reading.read, check_adapter("adapter", adapter))
-            return self._inputs.begin_text("prompt", prompt, settings, reading.put_before, reading.output)
+            return self._inputs.begin_text("prompt", prompt, settings, reading.ask, reading.output)
 
     @overload
     def classify(
@@ -209,13 +211,15 @@ class ReadsTexts(LoadsAdapters):
     ) -> list[RerankOutput] | Iterator[RerankOutput]:
         """Compute how well each document answers a query; returns the outputs in the documents' order.
 
-        A classifier of one label reads the pair as its tokenizer joins the two. Any other LLM that generates reads it
-        in the form of Qwen3-Reranker, which asks for yes or no.
+        The files that sentence-transformers' CrossEncoder has saved say how, which also cut pairs. Without a
+        modules.json, a classifier of one label reads the pair as its tokenizer joins the two. Any other LLM that
+        generates reads it in the form of Qwen3-Reranker, which asks for yes or no.
 
         query: a text
         documents: texts; of an iterator, the outputs are one, as for embed
         instruction: what the form says that the query asks for; None: "Given a web search query, retrieve relevant
-            passages that answer the query". For a classifier, an instruction asks for this form
+            passages that answer the query". For a classifier, an instruction asks for this form. Where files make a
+            chat of a pair, or name the tokens that count, it stands in place of their default prompt
         use_tqdm: as for embed
         adapter: as in SamplingParams, for all texts
         lora_request: as for embed
@@ -223,18 +227,17 @@ class ReadsTexts(LoadsAdapters):
         Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
         """
         is_classifier, numbers = self.config.description.labels is not None, count()
-        make = self._classes.reranked if is_classifier else self._pairs.answered
         trim = self._classes.trim if is_classifier else as_it_is
 
         def output(request: AnyRequest) -> RerankOutput:
-            return make(request, next(numbers))
+            return self._pairs.output(request, next(numbers))
 
         with self.engine.alike():
             if is_classifier:
                 self._classes.check("rerank", 1)
-            read = LABELS if is_classifier else self._pairs.answers
+            read = self._pairs.model.read
             listed = documents if isinstance(documents, Iterator) else check_documents(documents)
-            pairs = self._pairs.prompts(query, listed, instruction, is_classifier)
+            pairs = self._pairs.prompts(query, listed, instruction)
             prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
         return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from nanoinfer.pooling.activations import Vector
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.results import SampleResult
-
-Vector = npt.NDArray[np.float32]
 
 
 class EmbeddingOutput(Output):

@@ -8,10 +8,11 @@ from typing import Any
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
+from nanoinfer.pooling.cross_encoder import LABELS, CrossEncoder, read_cross_encoder
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.interface import AnyRequest
-from nanoinfer.requests.reading.classes import rerank_output, softmax
-from nanoinfer.requests.reading.outputs import RerankOutput
+from nanoinfer.requests.reading.model_texts import ModelTexts
+from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
 from nanoinfer.requests.text.texts import Texts
 
 BEGIN = (
@@ -20,26 +21,36 @@ BEGIN = (
 )
 END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-ANSWERS = "no", "yes"
+ANSWERS = "yes", "no"
 NEEDED = ("<|im_start|>", "<|im_end|>", *ANSWERS)  # tokens
 MOST_SHOWN = 60  # characters of a text in an error message
 
 
 class Pairs:
-    """Makes prompts of pairs.
+    """Makes prompts of pairs, and scores of what steps read of them.
 
-    The form is that of Qwen3-Reranker's model card: "yes" or "no" would follow, if the model generated.
+    sentence-transformers' files say how. Without them, a classifier's tokenizer joins a pair, and any other model gets
+    the form of Qwen3-Reranker's model card: "yes" or "no" would follow, if it generated.
     """
 
     def __init__(self, config: Config, texts: Texts) -> None:
         self._config, self._texts = config, texts
 
     @cached_property
-    def answers(self) -> Read:
-        """What steps read of a pair in the form: the logits of "no" and "yes".
+    def model(self) -> CrossEncoder:
+        """How a pair becomes a score. Raises ValueError for what nobody computes here, or the tokenizer lacks."""
+        known = self._config.description
+        self._texts.known_tokenizer("rerank")
+        saved = read_cross_encoder(self._config.model, known.labels is not None, known.vocab_size)
+        return saved or CrossEncoder(self._find_answers(), texts=None)
 
-        Raises ValueError if the tokenizer lacks these or the form's tokens.
-        """
+    @cached_property
+    def _model_texts(self) -> ModelTexts | None:
+        texts = self.model.texts
+        return None if texts is None else ModelTexts(self._config, self._texts, texts)
+
+    def _find_answers(self) -> Read:
+        """Return the logits of "yes" and "no". Raises ValueError if the tokenizer lacks these or the form's tokens."""
         tokenizer = self._texts.known_tokenizer("rerank")
         known = tokenizer.get_vocab()
         if missing := [token for token in NEEDED if token not in known]:
@@ -49,22 +60,24 @@ class Pairs:
             )
         return Read("tokens", tuple(known[token] for token in ANSWERS))
 
-    def prompts(
-        self, query: object, documents: Iterable[object], instruction: object, are_joined: bool
-    ) -> Iterator[dict[str, Any]]:
+    def prompts(self, query: object, documents: Iterable[object], instruction: object) -> Iterator[dict[str, Any]]:
         """Yield the prompt of each document, as generate takes it. Raises ValueError for what is no text.
 
-        instruction: None: the form's usual one; are_joined: the tokenizer joins a pair, unless there is an instruction
+        instruction: what the form asks for, or a template's system message in place of the files' prompt; None: the
+            usual one
         """
         query = _check_text("query", query)
-        asked = INSTRUCTION if instruction is None else _check_text("instruction", instruction)
-        for index, given in enumerate(documents):
-            document = _check_text(f"documents[{index}]", given)
-            if are_joined and instruction is None:
-                token_ids = self._texts.known_tokenizer("rerank").encode(query, document)
-            else:
-                token_ids = self._in_form(query, document, asked)
-            yield {"prompt": document, "prompt_token_ids": token_ids}
+        given = None if instruction is None else _check_text("instruction", instruction)
+        for index, entry in enumerate(documents):
+            name = f"documents[{index}]"
+            document = _check_text(name, entry)
+            yield {"prompt": document, "prompt_token_ids": self._tokens(name, query, document, given)}
+
+    def _tokens(self, name: str, query: str, document: str, instruction: str | None) -> list[int]:
+        own, model = self._model_texts, self.model
+        if own is None or (instruction is not None and model.read == LABELS and not own.writes_chats):
+            return self._in_form(query, document, INSTRUCTION if instruction is None else instruction)
+        return own.read_pair(name, query, document, model.prompt if instruction is None else instruction)
 
     def _in_form(self, query: str, document: str, instruction: str) -> list[int]:
         """Return the tokens of a pair. Its three parts are tokenized by themselves, as the model card does."""
@@ -77,10 +90,12 @@ class Pairs:
         begin, end = (self._texts.tokenize("rerank", text, add_special_tokens=False) for text in (BEGIN, END))
         return begin, end
 
-    @staticmethod
-    def answered(request: AnyRequest, index: int) -> RerankOutput:
-        """Return the output of the document at `index`: how likely "yes" is, if only "no" could be in its place."""
-        return rerank_output(request, index, lambda logits: softmax(logits)[1])
+    def output(self, request: AnyRequest, index: int) -> RerankOutput:
+        """Return the output of the document at `index`, whose text is the prompt's."""
+        result = request.first_result()
+        score = None if result.pooled is None else float(self.model.score(result.pooled))
+        facts: dict[str, Any] = facts_of(request, result)
+        return RerankOutput(index=index, document=facts.pop("prompt"), score=score, **facts)
 
 
 def check_documents(documents: object) -> list[Any]:

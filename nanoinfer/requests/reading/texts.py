@@ -9,7 +9,6 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from nanoinfer.checks import short
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
@@ -23,6 +22,7 @@ IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
 SomePrompts = Prompt | ListLike[Prompt]
 SomeOutput = TypeVar("SomeOutput", bound=Output)
+SomePrompt = TypeVar("SomePrompt", Asked, Prepared)
 
 
 def settings_for(read: Read, adapter: str | None) -> Settings:
@@ -32,7 +32,7 @@ def settings_for(read: Read, adapter: str | None) -> Settings:
     return Settings(params, None)
 
 
-def as_it_is(prompt: Prepared) -> Prepared:
+def as_it_is(prompt: SomePrompt) -> SomePrompt:
     """Return a prompt unchanged."""
     return prompt
 
@@ -43,25 +43,16 @@ class Reading(Generic[SomeOutput]):
 
     read: what steps give
     output: makes a text's output of that
-    before: stands before each text; before_name: what has asked for it, so that all prompts must be texts
+    ask: changes what a text was asked for as, before it gets tokens
     trim: leaves out tokens at the end that do not count
     name: of the argument that has the texts
     """
 
     read: Read
     output: Callable[[AnyRequest], SomeOutput]
-    before: str = ""
-    before_name: str | None = None
+    ask: Callable[[Asked], Asked] = as_it_is
     trim: Callable[[Prepared], Prepared] = as_it_is
     name: str = "prompts"
-
-    def put_before(self, asked: Asked) -> Asked:
-        """Return a prompt with what stands before it. Raises ValueError if that cannot be, and was asked for."""
-        if isinstance(asked.prompt, str) and asked.text is not None and not asked.is_chat:
-            return asked._replace(prompt=self.before + asked.prompt, text=self.before + asked.text)
-        if self.before_name is not None:
-            raise ValueError(f"prompt_name={short(self.before_name)}: {asked.name} must be text: it stands before that")
-        return asked
 
 
 class SomeTexts(ABC):
@@ -114,7 +105,7 @@ class ComingTexts(SomeTexts):
     ) -> None:
         settings = settings_for(reading.read, adapter)
         self._coming = (
-            inputs.begin_text(f"{reading.name}[{index}]", prompt, settings, reading.put_before)
+            inputs.begin_text(f"{reading.name}[{index}]", prompt, settings, reading.ask)
             for index, prompt in enumerate(prompts)
         )
         self._finish, self._trim = inputs.finish, reading.trim
@@ -155,5 +146,5 @@ def texts_of(
         made = {name: settings_for(reading.read, name) for name in set(names)}
         return [made[name] for name in names]
 
-    coming = inputs.begin_texts(reading.name, prompts, settings_of, reading.put_before)
+    coming = inputs.begin_texts(reading.name, prompts, settings_of, reading.ask)
     return ListedTexts(coming, inputs.finish, reading.trim)

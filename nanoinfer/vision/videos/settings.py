@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import ceil, floor, sqrt
+from math import ceil, floor, inf, sqrt
 from pathlib import Path
 from typing import Any
+
+from nanoinfer.checks import as_list, as_number, check_flag, check_int, check_number, check_settings, short
 
 # Of a checkpoint, in the order in which transformers looks: the first that is there says how videos are processed.
 NESTED, OWN, OF_IMAGES = "processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"
 KEY = "video_processor"  # in the nested file
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # older names of numbers of pixels
+SAMPLING = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration")  # users give frames
+NAMES = ("processor_class", "video_processor_type", "image_processor_type", "feature_extractor_type", "auto_map")
+IN_MEMORY = (
+    "default_to_square", "input_data_format", "device", "disable_grouping", "model_input_names", "return_tensors",
+    "return_metadata", "video_metadata",
+)  # fmt: skip
+RGB, CROP = "do_convert_rgb", "crop_size"  # frames are in RGB; none is cropped
+RESIZES = "do_resize"
+FIXED = {RESIZES: (True,), "do_center_crop": (False,), "do_pad": (False,), "data_format": ("channels_first",)}
+RESAMPLE = 0, 5  # PIL's numbers
 ASPECT = 200  # no frame is longer
 SHARE, ABOVE = 0.9, 1.05  # of all pixels that a video's frames may have; of the least that a frame has
 
@@ -81,22 +93,47 @@ class VideoSettings:
         return _fit(self.side, (height, width), frames, counted, (least, most))
 
     def read(self, folder: str) -> VideoSettings:
-        """Return these with what a checkpoint's files say in their place."""
-        said = _find(Path(folder))
-        size = {**self.size, **(said.get("size") or {})}
-        size.update({edge: said[name] for name, edge in EDGES.items() if said.get(name) is not None})
-        known = {field.name for field in fields(self)}
-        others = {name: value for name, value in said.items() if name in known and value is not None}
-        return replace(self, **{**others, "size": size})
+        """Return these with what a checkpoint's files say in their place; raises ValueError for what is not known."""
+        where, said = _find(Path(folder))
+        own = {field.name for field in fields(self)} - {"counts_all"}
+        check_settings(where, said, (*own, *EDGES, *SAMPLING, *NAMES, *IN_MEMORY, RGB, CROP), FIXED)
+        given = {name: value for name, value in said.items() if value is not None}
+        if given.get(RESIZES) is False:
+            raise ValueError(f"{where}: {RESIZES}=False: must be True")
+        size = given.get("size", {})
+        if not isinstance(size, Mapping):
+            raise ValueError(f"{where}: size={short(size)}: must be a mapping of {', '.join(EDGES.values())}")
+        check_settings(f"{where}: size", size, [*EDGES.values()])
+        size = {**self.size, **{edge: value for edge, value in size.items() if value is not None}}
+        size.update({edge: given[name] for name, edge in EDGES.items() if name in given})
+        size = {edge: check_int(f"{where}: size: {edge}", value, 1) for edge, value in size.items()}
+        others = {name: self._check(where, name, given[name]) for name in own & given.keys() - {"size"}}
+        return replace(self, **others, size=size)
+
+    def _check(self, where: str, name: str, value: Any) -> Any:
+        """Return a setting of a file. Raises ValueError for what it cannot be; where: begins the message"""
+        shown, default = f"{where}: {name}", getattr(self, name)
+        if name in ("image_mean", "image_std"):
+            listed = [value] if as_number(value) is not None else as_list(value) or []
+            numbers = [number for number in map(as_number, listed) if number is not None]
+            if len(numbers) != len(listed) or len(numbers) not in (1, 3):
+                raise ValueError(f"{shown}={short(value)}: must be a number, or one for each of three channels")
+            return numbers[0] if len(numbers) == 1 else tuple(numbers)
+        if isinstance(default, bool):
+            return check_flag(shown, value)
+        if name == "rescale_factor":
+            return check_number(shown, value, 0, inf, "of at least 0")
+        return check_int(shown, value, *(RESAMPLE if name == "resample" else (1, None)))
 
 
-def _find(folder: Path) -> Mapping[str, Any]:
+def _find(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """Return where settings of videos are, and these."""
     for name in (NESTED, OWN, OF_IMAGES):
         file = folder / name
         said: Mapping[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         if said := said.get(KEY, {}) if name == NESTED else said:
-            return said
-    return {}
+            return f"{file}: {KEY}" if name == NESTED else str(file), said
+    return str(folder / OWN), {}
 
 
 def _fit(side: int, size: tuple[int, int], frames: int, counted: int, pixels: tuple[int, int]) -> tuple[int, int]:
