@@ -99,7 +99,8 @@ class Formats:
         first, second = self.of(one), self.of(two)
         if first != second:
             what = "not" if second == PLAIN else f"in {second.name}"
-            needed = "both or none" if first.name != second.name else "of the same bits and groups"
+            same = f"of the same bits and groups, not {first.details} and {second.details}"
+            needed = "both or none" if first.name != second.name else same
             raise ValueError(f"model: its config says that {one} is in {first.name} and {two} {what}: must be {needed}")
 
 
