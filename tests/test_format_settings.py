@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import operator
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from test_four_bits import OPTIONS, write_checkpoint
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer import LLM
+from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.table import read_formats
@@ -211,6 +214,20 @@ def test_an_unknown_setting_anywhere(name: str, place: tuple[str, ...]) -> None:
 def test_values_that_change_results(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^model: quantization_config.* has {message}"):
         read(config)
+
+
+def test_a_file_of_its_own(tmp_path: Path) -> None:
+    """Older checkpoints of ModelOpt have one beside config.json."""
+    shutil.copy(Path(BUNDLED_MODEL) / "config.json", tmp_path)
+    own = {name: value for name, value in MODELOPT.items() if name != "quant_method"}
+    settings = {"producer": {"name": "modelopt"}, "quantization": own}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps(settings))
+    assert read_formats(Checkpoint.open(str(tmp_path)).hf_config).quantized
+    file.write_text(json.dumps({**settings, "unheard_of": 1}))
+    told = f"model='{tmp_path}': its hf_quant_config.json has unheard_of=1: nothing reads it here"
+    with pytest.raises(ValueError, match=told):
+        Checkpoint.open(str(tmp_path))
 
 
 def build_checkpoint(name: str, folder: Path) -> Path:
