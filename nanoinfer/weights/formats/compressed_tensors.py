@@ -15,6 +15,7 @@ from nanoinfer.weights.formats.groups.layouts import MXFP4, MXFP4_GROUP, NVFP4, 
 from nanoinfer.weights.formats.groups.layouts import pack_quantized as packed
 from nanoinfer.weights.formats.groups.reading import read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.rotated.reading import read_rotations
 from nanoinfer.weights.formats.settings import (
     FOUND_BY,
     ROUNDED,
@@ -29,7 +30,7 @@ from nanoinfer.weights.formats.settings import (
 
 LINEAR = "Linear"  # among targets: all matrices that no other group names
 READ = (
-    "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config",
+    "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config",
     "version", "quantization_status", "global_compression_ratio",
     "dequantize", "run_compressed", "use_optimized_inference",  # how transformers computes
 )  # fmt: skip
@@ -61,7 +62,8 @@ def read_compressed(config: Mapping[str, Any]) -> Formats:
         named.append((tuple(target for target in targets if target != LINEAR), format))
         if LINEAR in targets:
             others.append(((ALL,), format))
-    return Formats(((names_in(config, "ignore"), PLAIN), *named, *others))
+    rules = ((names_in(config, "ignore"), PLAIN), *named, *others)
+    return Formats(rules, read_rotations(config))
 
 
 def _format_of(group: Mapping[str, Any], default: Any, inside: str) -> Format:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from nanoinfer.checks import as_flag, as_int, check_settings, short
 
+EXPRESSION = "re:"  # begins a pattern that is a regular expression
 WHERE = "model: quantization_config"  # begins the messages
 FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # tensors tell the types of scales and zeros
 OF_ROUNDING = (
@@ -75,6 +77,17 @@ def mappings_in(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, 
         if not isinstance(value, dict):
             raise wrong(f"{name}[{entry!r}]", value, "a mapping")
     return dict(entries)
+
+
+def check_patterns(patterns: Iterable[str]) -> None:
+    """Raise ValueError, naming it, for a regular expression that is none."""
+    for pattern in (pattern.removeprefix(EXPRESSION) for pattern in patterns if pattern.startswith(EXPRESSION)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{WHERE} names modules by {pattern!r}, which is no regular expression: {error}"
+            ) from error
 
 
 def wrong(name: str, value: Any, needed: str) -> ValueError:

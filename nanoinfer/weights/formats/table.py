@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ def quantized_as_loaded(formats: Formats, quantization: str) -> Formats:
     quantization: a name in ON_THE_FLY. Matrices that a checkpoint stores in that format keep the checkpoint's own.
     Raises ValueError for those that it stores in another one.
     """
-    made = ON_THE_FLY[quantization]
+    made = replace(ON_THE_FLY[quantization], rotations=formats.rotations)
     if not formats.quantized:
         return made
     names = [format.name for format in formats.quantized]
