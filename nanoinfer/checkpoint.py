@@ -69,7 +69,12 @@ class Checkpoint:
         if model.tied and is_loaded:
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.folder, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
-            return replace(model, tied=not own_head)
+            model = replace(model, tied=not own_head)
+        if model.tied and model.formats.rotates(HEAD):
+            raise ValueError(
+                f"model: quantization_config has a transform_config that rotates {HEAD}: the checkpoint must have a"
+                f" {HEAD}.weight beside its {EMBEDDING}.weight"
+            )
         return model
 
     def _count_labels(self, runner: str) -> int | None:

@@ -21,7 +21,7 @@ from test_four_bits import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from nanoinfer import LLM
+from nanoinfer import LLM, reference
 from nanoinfer.kernels.linear.hadamard import hadamard, signs
 from nanoinfer.weights.formats.rotated.format import RotatedFormat
 from nanoinfer.weights.formats.rotated.matrix import Side
@@ -128,8 +128,8 @@ def test_sylvesters_matrix() -> None:
 
 @pytest.mark.parametrize(
     "groups",
-    [SPINQUANT, QUIP, *(pytest.param(groups, marks=pytest.mark.whole) for groups in (IN_BLOCKS, ONLINE, LAST))],
-    ids=["SpinQuant", "QuIP", *("blocks", "online", "head")],
+    [SPINQUANT, QUIP, IN_BLOCKS, ONLINE, LAST],
+    ids=["SpinQuant", "QuIP", "blocks", "online", "head"],
 )
 def test_compressed_tensors_computes_the_same(
     groups: dict[str, Any], tmp_path: Path, make_llm: Callable[..., LLM]
@@ -164,7 +164,6 @@ def test_adapters_are_beside_rotations(tmp_path: Path, make_llm: Callable[..., L
     checkpoint.check(llm, adapter="mine")
 
 
-@pytest.mark.whole
 def test_the_same_bits_in_any_company(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(Checkpoint(QUIP, tmp_path).folder, deterministic=True, **OPTIONS)
     params = greedy(4, logprobs=0)
@@ -225,6 +224,17 @@ class TestRefused:
         (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": config_of(groups)}))
         with pytest.raises(ValueError, match=message):
             LLM(str(tmp_path), **OPTIONS)
+
+    def test_a_head_that_is_the_embedding(self, tmp_path: Path) -> None:
+        build(type(CASES["qwen2"])("Qwen2ForCausalLM", "qwen2", {**SIZES, "tie_word_embeddings": True}), tmp_path)
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": config_of(LAST)}))
+        with pytest.raises(ValueError, match=r"rotates lm_head: .* must have a lm_head\.weight beside"):
+            LLM(str(tmp_path), **OPTIONS)
+
+    def test_a_reference(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="rotated inputs or outputs"):
+            reference(Checkpoint(QUIP, tmp_path).folder)
 
     def test_ranks(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1: the transform_config"):

@@ -250,7 +250,7 @@ class Description:
     @property
     def head_format(self) -> Format:
         """The format of the output projection; the embedding that it may be has none."""
-        return PLAIN if self.tied and not self.formats.rotates(HEAD) else self.formats.of(HEAD)
+        return PLAIN if self.tied else self.formats.of(HEAD)
 
     def check_head(self, dtype: str) -> None:
         """Raise ValueError if the output projection cannot be computed in this dtype, the option lm_head_dtype."""
