@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoinfer.checks import as_int, check_choice
+from nanoinfer.checks import as_int, check_choice, check_settings
 from nanoinfer.drafting.tokens import check_tokens
-from nanoinfer.hints import ELSEWHERE
+from nanoinfer.generation_config import read_generation_config
 from nanoinfer.hub import CONVERT, GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GENERATE, POOLING = "generate", "pooling"  # what the option runner may ask for
 MODELOPT_FILE = "hf_quant_config.json"
-GENERATION_SETTINGS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,21 @@ class Checkpoint:
     folder: where they are
     hf_config: config.json, as transformers reads it
     eos_token_ids: every end-of-sequence id that config.json or generation_config.json names
-    generation_defaults: the settings of generation_config.json, as SamplingParams names them
+    generation_config: generation_config.json itself
     """
 
     folder: str
     hf_config: PretrainedConfig
     eos_token_ids: frozenset[int]
-    generation_defaults: dict[str, Any]
+    generation_config: dict[str, Any]
 
     @classmethod
     def open(cls, folder: str) -> Checkpoint:
         """Read a folder. Raises ValueError if a file is missing or cannot be read."""
         hf_config = _read_config(folder)
-        generation = _read_generation_config(folder)
+        generation = read_generation_config(folder)
         ends = _find_eos_token_ids(folder, hf_config, generation)
-        return cls(folder, hf_config, ends, _find_generation_defaults(generation))
+        return cls(folder, hf_config, ends, generation)
 
     def describe(self, runner: str, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
         """Describe the model as these options have it; raises ValueError if it cannot be so.
@@ -72,7 +69,12 @@ class Checkpoint:
         if model.tied and is_loaded:
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.folder, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
-            return replace(model, tied=not own_head)
+            model = replace(model, tied=not own_head)
+        if model.tied and model.formats.rotates(HEAD):
+            raise ValueError(
+                f"model: quantization_config has a transform_config that rotates {HEAD}: the checkpoint must have a"
+                f" {HEAD}.weight beside its {EMBEDDING}.weight"
+            )
         return model
 
     def _count_labels(self, runner: str) -> int | None:
@@ -133,29 +135,12 @@ def _read_modelopt_config(folder: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        return {"quant_method": "modelopt", **json.loads(file.read_text("utf-8"))["quantization"]}
+        settings = dict(json.loads(file.read_text("utf-8")))
+        own = {"quant_method": "modelopt", **settings["quantization"]}
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its {MODELOPT_FILE}: {error!r}") from error
-
-
-def _read_generation_config(folder: str) -> dict[str, Any]:
-    """Read the file itself: transformers would add its own defaults, which are not the checkpoint's."""
-    file = Path(folder) / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
-
-
-def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        ELSEWHERE.get(name, name): generation[name] for name in GENERATION_SETTINGS if generation.get(name) is not None
-    }
-    if generation.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    return defaults
+    check_settings(f"model={folder!r}: its {MODELOPT_FILE}", settings, ("producer", "quantization"))
+    return own
 
 
 def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:

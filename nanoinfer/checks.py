@@ -161,7 +161,8 @@ def check_settings(
         if name not in known:
             raise ValueError(f"{where} has {name}={short(value)}: nothing reads it here; known are {', '.join(known)}")
         if value not in known[name]:
-            raise ValueError(f"{where} has {name}={short(value)}: must be {' or '.join(map(repr, known[name]))}")
+            allowed = " or ".join(map(repr, known[name])) or "left out"
+            raise ValueError(f"{where} has {name}={short(value)}: must be {allowed}")
 
 
 def short(value: object, most: int = 500) -> str:

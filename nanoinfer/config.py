@@ -187,7 +187,7 @@ class Config:
     draft: Draft | None = field(init=False, repr=False)  # what draft_model holds
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
-    generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
+    generation_config: dict[str, Any] = field(init=False, repr=False)  # the checkpoint's file
 
     def __post_init__(self, when_checked: Callable[[Config], object] | None) -> None:
         """Check the options and find the files, then read the checkpoint, which takes a second, and check the rest.
@@ -247,7 +247,7 @@ class Config:
         """Read the checkpoint's settings, and check what depends on them."""
         checkpoint = Checkpoint.open(self.model)
         self.eos_token_ids = checkpoint.eos_token_ids
-        self.generation_defaults = checkpoint.generation_defaults
+        self.generation_config = checkpoint.generation_config
         with fresh_torch_state():
             files = self.model, self.tokenizer or self.model, checkpoint.hf_config, self.is_loaded
             self.images = can_see(self.images, *files, self.deterministic)

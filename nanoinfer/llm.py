@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from nanoinfer.config import Config
+from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
@@ -198,10 +199,12 @@ class LLM(
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.
 
-        Raises ValueError if that file has a setting out of SamplingParams' range.
+        Raises ValueError, naming the setting, if that file has one that SamplingParams does not have, or out of its
+        range.
         """
+        found = find_sampling_params(self.config.model, self.config.generation_config)
         try:
-            return SamplingParams(**self.config.generation_defaults)
+            return SamplingParams(**found)
         except ValueError as error:
             raise ValueError(f"model={self.config.model!r}: its generation_config.json: {error}") from None
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import operator
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,8 @@ from test_four_bits import OPTIONS, write_checkpoint
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer import LLM
+from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.table import read_formats
@@ -71,6 +77,159 @@ def test_configs(config: dict[str, Any], message: str) -> None:
         read(config)
 
 
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True, "observer": None}
+AS_PUBLISHED = {  # with all that the tools write beside what decides
+    "compressed-tensors": {
+        **COMPRESSED,
+        "version": "0.12.2", "quantization_status": "compressed", "global_compression_ratio": None,
+        "sparsity_config": {"format": "dense", "ignore": [], "sparsity_structure": "unstructured", "targets": []},
+        "kv_cache_scheme": {**FLOAT8, "strategy": "tensor", "dynamic": False, "group_size": None, "actorder": None},
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "format": "float-quantized", "output_activations": None,
+            "input_activations": {**FLOAT8, "observer_kwargs": {}},
+            "weights": {
+                **FLOAT8, "strategy": "channel", "dynamic": False, "observer": "minmax", "block_structure": None,
+                "group_size": None, "actorder": None, "scale_dtype": None, "zp_dtype": None,
+            },
+        }},
+    },
+    "fp8": {
+        **FP8, "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+        "dequantize": False,
+    },
+    "gptq": {
+        **GPTQ, "format": "gptq", "pack_dtype": "int32", "lm_head": False, "damp_percent": 0.01, "static_groups": False,
+        "true_sequential": True, "model_name_or_path": "x", "model_file_base_name": "model", "is_marlin_format": False,
+        "meta": {"quantizer": ["gptqmodel:4.2.5"], "static_groups": False}, "batch_size": 1, "dataset": ["x"],
+        "exllama_config": {"version": 1}, "use_exllama": True, "modules_in_block_to_quantize": None, "desc_act": 0,
+    },
+    "awq": {
+        **AWQ, "modules_to_not_convert": None, "backend": "autoawq", "do_fuse": False, "fuse_max_seq_len": None,
+        "modules_to_fuse": None, "exllama_config": None,
+    },
+    "auto-round": {
+        **ROUND, "iters": 200, "nsamples": 128, "seqlen": 2048, "low_gpu_mem_usage": True, "act_bits": 16,
+        "autoround_version": "0.12.3", "enable_quanted_input": True, "super_bits": None, "super_group_size": None,
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}},
+    },
+    "modelopt": {
+        **MODELOPT, "kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.37.0"},
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        }},
+    },
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_what_tools_write(name: str) -> None:
+    assert read(AS_PUBLISHED[name]).quantized
+
+
+def sections(config: dict[str, Any], at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return where a config has settings: itself, and each mapping in it that holds no names of the user's own."""
+    inner = [place for name, one in config.items() if isinstance(one, dict) for place in sections(one, (*at, name))]
+    free = at[-1:] and at[-1] in ("config_groups", "extra_config", "dynamic", "meta", "producer", "exllama_config")
+    return inner if free else [at, *inner]
+
+
+PLACES = [
+    (name, place)
+    for name, config in AS_PUBLISHED.items()
+    for place in sections(config)
+    if not set(place) & {"observer_kwargs", "exllama_config"}
+]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES, ids=lambda one: ".".join(one) if isinstance(one, tuple) else one)
+def test_an_unknown_setting_anywhere(name: str, place: tuple[str, ...]) -> None:
+    config = copy.deepcopy(AS_PUBLISHED[name])
+    section = functools.reduce(operator.getitem, place, config)
+    for harmless in (None, False, [], {}):
+        section["unheard_of"] = harmless
+        read(config)
+    section["unheard_of"] = 1
+    with pytest.raises(
+        ValueError, match=r"^model: quantization_config.* has unheard_of=1: nothing reads it here; known"
+    ):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            compressed("float-quantized", type="float", num_bits=8, strategy="channel", dynamic=True),
+            "dynamic=True: must",
+        ),
+        (
+            compressed("float-quantized", type="float", num_bits=8, strategy="channel", group_size=128),
+            "group_size=128:",
+        ),
+        (compressed("float-quantized", type="float", num_bits=8, strategy="tensor", symmetric=False), "format='float-"),
+        (
+            compressed("int-quantized", type="int", num_bits=8, strategy="channel", symmetric=False),
+            "format='int-quanti",
+        ),
+        (compressed("pack-quantized", type="int", num_bits=4, strategy="channel", symmetric="no"), "symmetric='no':"),
+        (compressed("pack-quantized", type="int", num_bits=4, strategy="channel", group_size=128), "group_size=128:"),
+        (compressed("marlin-24", type="float", num_bits=8, strategy="channel"), "format='marlin-24'"),
+        (compressed("x", type="float", num_bits=4, strategy="tensor_group", group_size=16), "format='x'"),
+        (
+            compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=16),
+            "strategy='group': must be 'tensor_group'",
+        ),
+        (
+            {**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "format='sparse-24-bitmask': must be 'den",
+        ),
+        ({**COMPRESSED, "moe_sparsity_config": {"method": "prune", "num_experts": [1]}}, "moe_sparsity_config="),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4': must be 'fp8'"),
+        ({**FP8, "modules_to_convert": ["embed_tokens"]}, "modules_to_convert="),
+        ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype='int16': must be 'int32'"),
+        ({**GPTQ, "checkpoint_format": None, "format": "marlin"}, "format='marlin': must be one of gptq, gptq_v2"),
+        ({**GPTQ, "adapter": {"name": "lora", "rank": 16}}, "adapter={"),
+        ({**GPTQ, "sym": "yes"}, "sym='yes': must be true or false"),
+        ({**GPTQ, "dynamic": {"+:x": {"adapter": "lora"}}}, "adapter='lora'"),
+        (
+            {**GPTQ, "modules_in_block_to_quantize": [[1]]},
+            r"modules_in_block_to_quantize=\[\[1\]\]: must be a list of l",
+        ),
+        ({**AWQ, "backend": "llm-awq"}, "backend='llm-awq': must be 'auto' or"),
+        ({**AWQ, "format": "gemv_fast"}, "format='gemv_fast': must be one of gemm"),
+        ({**ROUND, "super_bits": 6}, "super_bits=6: nothing reads it here"),
+        ({**ROUND, "extra_config": {"x": {"rotation": 1}}}, "rotation=1: nothing reads it here"),
+        ({**MODELOPT, "pre_quant_scale": True}, "pre_quant_scale=True: nothing reads it here"),
+        ({**MODELOPT, "kv_cache_quant_algo": "X"}, "kv_cache_quant_algo='X': must be 'FP8'"),
+        ({**MODELOPT, "quantized_layers": {"x": {}}}, "quantized_layers="),
+        (
+            {**MODELOPT, "config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            "num_bits=8: must be 4",
+        ),
+    ],
+)
+def test_values_that_change_results(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^model: quantization_config.* has {message}"):
+        read(config)
+
+
+def test_a_file_of_its_own(tmp_path: Path) -> None:
+    """Older checkpoints of ModelOpt have one beside config.json."""
+    shutil.copy(Path(BUNDLED_MODEL) / "config.json", tmp_path)
+    own = {name: value for name, value in MODELOPT.items() if name != "quant_method"}
+    settings = {"producer": {"name": "modelopt"}, "quantization": own}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps(settings))
+    assert read_formats(Checkpoint.open(str(tmp_path)).hf_config).quantized
+    file.write_text(json.dumps({**settings, "unheard_of": 1}))
+    told = f"model='{tmp_path}': its hf_quant_config.json has unheard_of=1: nothing reads it here"
+    with pytest.raises(ValueError, match=told):
+        Checkpoint.open(str(tmp_path))
+
+
 def build_checkpoint(name: str, folder: Path) -> Path:
     """Write a checkpoint in a published format; returns the folder of what was rounded."""
     case, source = CASES["qwen3"], folder / "source"
@@ -120,6 +279,17 @@ class TestWhichModules:
     def test_a_head_in_gptq(self) -> None:
         assert read({**GPTQ, "lm_head": True}).of("lm_head") != PLAIN
 
+    def test_modules_that_gptq_lists(self) -> None:
+        formats = read({**GPTQ, "modules_in_block_to_quantize": [["self_attn.k_proj"], ["mlp.up_proj"]]})
+        names = ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
+        assert [formats.of(f"model.layers.0.{name}") == PLAIN for name in names] == [False, True, False]
+
+    def test_experts_that_gpt_oss_leaves_plain(self) -> None:
+        formats = read({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.1.mlp", "*.layers.*2.mlp"]})
+        assert [formats.of(f"model.layers.{layer}.mlp.experts") == PLAIN for layer in (0, 1, 10, 12)] == [
+            False, True, False, True
+        ]  # fmt: skip
+
     @pytest.mark.parametrize("blocks", ["model.layers.1,model.layers.2", ["model.layers.1", "model.layers.2"]])
     @pytest.mark.parametrize("name", ["block_name_to_quantize", "to_quant_block_names"])
     def test_blocks_of_auto_round(self, name: str, blocks: str | list[str]) -> None:
@@ -130,7 +300,7 @@ class TestWhichModules:
 
     def test_settings_that_differ_where_matrices_are_one(self) -> None:
         formats = read({**ROUND, "extra_config": {"a": {"bits": 8}, "b": {"bits": 4}}})
-        told = "a is in AutoRound and b in AutoRound: must be of the same bits and groups"
+        told = "a is in AutoRound and b in AutoRound: must be .* not int8 in groups of 32 .*and int4 in groups of 32"
         with pytest.raises(ValueError, match=told):
             formats.make_matrix([Section(name, 8, (8, 64), 0) for name in "ab"], 64, False)
 

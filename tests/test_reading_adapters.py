@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer.weights.adapters.bases import slot_rank
-from nanoinfer.weights.adapters.config import read_config
+from nanoinfer.weights.adapters.config import READ, REFUSED, read_config
 from nanoinfer.weights.adapters.low_rank import LowRank
 from nanoinfer.weights.adapters.slots import Slots, clear, write
 from nanoinfer.weights.adapters.source import open_adapter
@@ -120,6 +121,14 @@ def test_settings(settings: dict[str, Any], model: PreTrainedModel, folder: Path
     expected = [new - old for old, new in zip(before, after, strict=True)]
     assert any(one.any() for one in expected)
     assert all_close(product(ours, tmp_path / "adapter"), expected)
+
+
+def test_each_setting_of_peft_is_known() -> None:
+    """Those that train alone are taken at any value, as PEFT writes them."""
+    trained = {"lora_dropout": 0.1, "megatron_core": "x", "init_lora_weights": "gaussian", "ensure_weight_tying": True}
+    assert read_config(peft.LoraConfig(r=4, velora_config={}, **trained), "adapter").rank == 4
+    known = {*READ, *REFUSED}
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= known
 
 
 @pytest.mark.parametrize(
@@ -305,6 +314,8 @@ class TestBadInput:
             ({"trainable_token_indices": [3]}, r"trainable_token_indices=\[3\]"),
             ({"lora_bias": True}, "lora_bias=True"),
             ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*path_initial_model"),
+            ({"init_lora_weights": "unheard"}, "init_lora_weights='unheard': must be a flag, or one of gaussian, eva"),
+            ({"unheard_of": 1}, "its config has unheard_of=1: nothing reads it here; known are peft_type"),
             ({"r": 5}, f"{Q} has rank 4, but the config says 5"),
             ({"r": 4, "rank_pattern": {"q_proj": 2}}, f"{Q} has rank 4, but the config says 2"),
             ({"r": 0}, "r=0: must be an integer of at least 1"),

@@ -28,6 +28,11 @@ def check_ranks(model: Description, ranks: int) -> None:
                 f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
                 " divided by it; use a divisor or a multiple"
             )
+    if ranks > 1 and model.formats.rotations:
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: must be 1: the transform_config of the model's quantization_config rotates"
+            " inputs or outputs, which ranks would share; data_parallel_size takes more processes"
+        )
     if model.vocab_size < ranks**2:
         raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={model.vocab_size} is too small; use fewer")
 

@@ -111,6 +111,7 @@ def _find_other(model: Description) -> str | None:
         "output gates of attention": model.output_gate,
         "sinks of attention": model.sinks,
         "quantized weights": bool(model.formats.quantized),
+        "rotated inputs or outputs": bool(model.formats.rotations),
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,
         "norms of all heads at once": model.qk_norm == "full",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer import llm
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.engine.beams.rules import VllmRules
+from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, all_renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
 
@@ -70,10 +71,10 @@ class LLM(llm.LLM):
     def default_sampling_params(self) -> SamplingParams:
         """Return the settings of the checkpoint's generation_config.json; max_tokens is 16 if it does not say.
 
-        Raises ValueError if that file has a setting out of SamplingParams' range.
+        Raises ValueError as nanoinfer.LLM's function does.
         """
         super().default_sampling_params()
-        return SamplingParams(**self.config.generation_defaults)
+        return SamplingParams(**find_sampling_params(self.config.model, self.config.generation_config))
 
     def score(self, *texts: Any, **options: Any) -> Any:
         """Raise ValueError: vLLM's score compares texts by a model for that; nanoinfer's is another function."""

@@ -90,7 +90,10 @@ class Bases:
         self.head = None if head is None else Base((head,), head.shape[1])
         self.of_matrices: dict[Matrix, Base] = {}
         self.of_experts: dict[Experts, tuple[list[Base], list[Base]]] = {}
+        inner = {child for module in model.modules() if isinstance(module, Matrix) for child in module.children()}
         for module in model.modules():
+            if module in inner:
+                continue
             if isinstance(module, Experts):
                 self.of_experts[module] = _of_experts(module)
             elif isinstance(module, Matrix) and (head is None or module.sections[0].name != head.name):

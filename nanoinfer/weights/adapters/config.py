@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.checks import as_list, check_flag, check_int, check_number, short
+from nanoinfer.checks import as_list, check_flag, check_int, check_number, check_settings, short
 
 MERGE = "merge it into its base with PEFT's merge_and_unload(), and load that as a model"
 ALL = "all-linear"  # targets all linear layers
@@ -26,6 +26,16 @@ REFUSED = {
     "kasa_config": "it scales with a diagonal between its matrices",
     "monteclora_config": "it draws its weights at random",
 }
+READ = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "target_parameters", "bias", "init_lora_weights",
+    # how it was made and trained:
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "velora_config", "qalora_group_size", "ensure_weight_tying", "runtime_config", "merge_weights",
+    "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",
+)  # fmt: skip
+STARTS = ("gaussian", "eva", "orthogonal", "mica")  # beside True and False: these change the adapter's own numbers
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # begin the names of what changes the base's weights, too
 FIRST_LAYER_NUMBER = r".*?\.[^.]*\.(\d+)\."
 
@@ -160,6 +170,9 @@ def _check_supported(settings: Mapping[str, Any], what: str) -> None:
             f"{what}: init_lora_weights={start!r}: the adapter's base is not the model, as {start} changed its weights;"
             " save it with path_initial_model_for_weight_conversion"
         )
+    if isinstance(start, str) and start.lower() not in STARTS:
+        raise ValueError(f"{what}: init_lora_weights={short(start)}: must be a flag, or one of {', '.join(STARTS)}")
+    check_settings(f"{what}: its config", settings, READ, dict.fromkeys(REFUSED, ()))
 
 
 def _read_names(name: str, value: Any) -> str | list[str] | None:

@@ -23,6 +23,11 @@ class Format(ABC):
     def name(self) -> str:
         """What messages call it, such as "FP8"."""
 
+    @property
+    def details(self) -> str:
+        """What sets it apart from others of its name, such as "int4 in groups of 32"."""
+        return self.name
+
     @abstractmethod
     def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Matrix:
         """Make the matrix of neighbouring rows, in their order; in_features: of this rank."""

@@ -10,10 +10,11 @@ from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensor
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.rotated.format import Rotation, rotated
+from nanoinfer.weights.formats.settings import EXPRESSION, check_patterns
 from nanoinfer.weights.shards import Section
 from nanoinfer.weights.sources import LANGUAGE_MODEL
 
-EXPRESSION = "re:"  # begins a pattern that is a regular expression
 ALL = EXPRESSION  # the pattern of all names
 KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays
 
@@ -24,9 +25,11 @@ class Formats:
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
+    rotations: of the inputs and outputs of matrices, whatever their format
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
+    rotations: tuple[Rotation, ...] = ()
 
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
@@ -34,7 +37,12 @@ class Formats:
         begins_and_ends = (".".join(some) for cut in range(len(parts)) for some in (parts[: cut + 1], parts[cut:]))
         numbers = [self._by_name[part] for part in begins_and_ends if part in self._by_name]
         numbers += [number for number, expression in self._expressions if expression.match(module)]
-        return self.rules[min(numbers)][1] if numbers else PLAIN
+        format = self.rules[min(numbers)][1] if numbers else PLAIN
+        return rotated(format, self.rotations, module) if self.rotations else format
+
+    def rotates(self, module: str) -> bool:
+        """Return whether the inputs or outputs of a module's matrix are rotated."""
+        return any(rotation.holds(module) for rotation in self.rotations)
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
@@ -54,14 +62,7 @@ class Formats:
 
     def check_patterns(self) -> None:
         """Raise ValueError, naming it, for a regular expression that is none."""
-        for pattern in (pattern for patterns, _ in self.rules for pattern in patterns if pattern.startswith("re:")):
-            try:
-                re.compile(pattern.removeprefix("re:"))
-            except re.error as error:
-                raise ValueError(
-                    f"model: quantization_config names modules by {pattern.removeprefix('re:')!r}, which is no regular"
-                    f" expression: {error}"
-                ) from error
+        check_patterns(pattern for patterns, _ in self.rules for pattern in patterns)
 
     def of_language_model(self) -> Formats:
         """Return those of a multimodal checkpoint's language model, whose names lose a part: see sources.Beside."""
@@ -70,7 +71,8 @@ class Formats:
         def known(pattern: str) -> str:
             return re.sub(rf"{part}\\?\.", "", pattern, count=1)  # an expression has a backslash before the dot
 
-        return Formats(tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules))
+        rules = tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules)
+        return Formats(rules, tuple(rotation.renamed(known) for rotation in self.rotations))
 
     @cached_property
     def quantized(self) -> tuple[Format, ...]:
@@ -99,7 +101,8 @@ class Formats:
         first, second = self.of(one), self.of(two)
         if first != second:
             what = "not" if second == PLAIN else f"in {second.name}"
-            needed = "both or none" if first.name != second.name else "of the same bits and groups"
+            same = f"of the same bits and groups, not {first.details} and {second.details}"
+            needed = "both or none" if first.name != second.name else same
             raise ValueError(f"model: its config says that {one} is in {first.name} and {two} {what}: must be {needed}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,23 @@ from nanoinfer.weights.formats.gptq import read_auto_round, read_awq, read_gptq
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.layouts import GPT_OSS, MXFP4_GROUP
+from nanoinfer.weights.formats.groups.reading import beginning
 from nanoinfer.weights.formats.modelopt import read_modelopt
+from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.settings import check_known, names_in
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GPT_OSS_EXPERTS = r"re:.*\.experts\b"
+
+
+def _read_gpt_oss(config: Mapping[str, Any]) -> Formats:
+    """Read the config of gpt-oss, whose experts alone are quantized; raises ValueError, naming what is unknown."""
+    check_known(config, ("modules_to_not_convert", "dequantize"))
+    ignored = tuple(map(beginning, names_in(config, "modules_to_not_convert")))
+    return Formats(((ignored, PLAIN), ((GPT_OSS_EXPERTS,), GroupFormat("MXFP4", GPT_OSS))))
+
 
 # By the quant_method of a quantization_config: what reads it, and raises ValueError, naming the setting, for what is
 # not supported.
@@ -35,7 +47,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "intel/auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
-    "mxfp4": lambda config: Formats((((GPT_OSS_EXPERTS,), GroupFormat("MXFP4", GPT_OSS)),)),
+    "mxfp4": _read_gpt_oss,
 }
 
 # By the option's value: the formats of a model whose matrices are quantized as they load.
@@ -70,7 +82,7 @@ def quantized_as_loaded(formats: Formats, quantization: str) -> Formats:
     quantization: a name in ON_THE_FLY. Matrices that a checkpoint stores in that format keep the checkpoint's own.
     Raises ValueError for those that it stores in another one.
     """
-    made = ON_THE_FLY[quantization]
+    made = replace(ON_THE_FLY[quantization], rotations=formats.rotations)
     if not formats.quantized:
         return made
     names = [format.name for format in formats.quantized]

@@ -24,6 +24,12 @@ class Fp8Format(Fp8Layout, Format):
         """What messages call it."""
         return "FP8"
 
+    @property
+    def details(self) -> str:
+        """The blocks that share a scale."""
+        rows, columns = (size or "all" for size in self.block)
+        return f"blocks of {rows} x {columns}"
+
     def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Fp8Matrix:
         """Make the matrix."""
         return Fp8Matrix(sections, in_features, bias, self)

@@ -7,8 +7,19 @@ from typing import Any
 
 from nanoinfer.weights.formats.formats import Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.settings import names_in
+from nanoinfer.weights.formats.settings import check_known, names_in
 from nanoinfer.weights.shards import ROWS_TOGETHER
+
+READ = (
+    "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "dequantize",  # whether transformers computes so
+)  # fmt: skip
+IDLE = {  # how activations, keys and values are rounded, and the numbers of scales, which tensors tell
+    "activation_scheme": ("dynamic", "static"),
+    "kv_cache_scheme": ("static",),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": ("fp8",),
+}
 
 
 def read_fp8(config: Mapping[str, Any]) -> Formats:
@@ -16,6 +27,7 @@ def read_fp8(config: Mapping[str, Any]) -> Formats:
 
     Raises ValueError, naming the setting, for one that is not supported.
     """
+    check_known(config, READ, IDLE)
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"model: quantization_config has fmt={config['fmt']!r}: must be 'e4m3'")
     ignored = names_in(config, "modules_to_not_convert") + names_in(config, "ignored_layers")

@@ -33,6 +33,15 @@ class GroupFormat(Format):
         """What messages call it."""
         return self.label
 
+    @property
+    def details(self) -> str:
+        """The numbers, their groups, and which other tensors there are."""
+        layout = self.layout
+        groups = f"groups of {layout.group}" if layout.group else "one group"
+        others = {"zeros": "zero points", "g_idx": "act order"}
+        also = "".join(f" with {name}" for fills, name in others.items() if fills in layout.fills)
+        return f"{layout.numbers} in {groups}{also}"
+
     def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> GroupMatrix:
         """Make the matrix."""
         return GroupMatrix(sections, in_features, bias, self.layout, self.label)

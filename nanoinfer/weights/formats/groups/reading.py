@@ -46,6 +46,11 @@ def containing(entry: str) -> str:
     return f"re:.*{re.escape(entry)}"
 
 
+def beginning(entry: str) -> str:
+    """Return the pattern of what this names, and of all in it; a "*" stands for any letters."""
+    return "re:" + ".*".join(map(re.escape, entry.split("*"))) + r"(\.|$)"
+
+
 def with_wildcards(entry: str) -> str:
     """Return the pattern of the names that have any letters where this has a "*"."""
     if "*" not in entry:

@@ -1,0 +1,1 @@
+"""Matrices between rotations, which a checkpoint's config asks for."""
