@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from conftest import safetensors_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.check import comparison
@@ -91,21 +92,45 @@ def test_a_perplexity_may_be_larger_by_so_much(
     assert (verdicts["quantization=int4"], verdicts["kv_cache_dtype=fp8"]) == ("DIFFERS", "ok")
 
 
-def test_a_perplexity_that_is_no_number_differs(
-    expected: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_numbers_that_are_not_finite_differ(
+    dtype: str, expected: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = WeightWriter.load
 
     def load_large(self: WeightWriter, *arguments: Any) -> None:
         load(self, *arguments)
-        for shard in self.table[WEIGHT]:
-            assert isinstance(shard.target, Tensor)
-            if shard.target.dtype == torch.float16:
-                shard.target.fill_(6e4)
+        (shard,) = self.table[WEIGHT]
+        assert isinstance(shard.target, Tensor)
+        if shard.target.dtype == getattr(torch, dtype):
+            shard.target.fill_(torch.finfo(shard.target.dtype).max)
 
     monkeypatch.setattr(WeightWriter, "load", load_large)
     assert check("--dtype", "float16") == 1
-    assert rows_of(capsys.readouterr().out) == {**dict.fromkeys(CHECKS, "ok"), "dtype=float16": "DIFFERS"}
+    printed = capsys.readouterr().out
+    differ = ["dtype=float16"] if dtype == "float16" else [*CHECKS[2:], "dtype=float16"]
+    assert [name for name, verdict in rows_of(printed).items() if verdict == "DIFFERS"] == differ
+    assert ("layer 2 is the first whose result differs" in printed) == (dtype == "float32")
+
+
+def test_one_model_at_a_time_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[Any]] = []
+    load = Qwen3ForCausalLM.from_pretrained
+
+    def load_noted(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    def start(folder: str, **options: Any) -> LLM:
+        assert [model() for model in models] == [None]
+        return LLM(folder, **options)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "from_pretrained", load_noted)
+    monkeypatch.setattr(comparison, "LLM", start)
+    rows, _ = compare(BUNDLED_MODEL, "cpu")
+    assert len(models) == 1
+    assert len(rows) == len(CHECKS)
 
 
 @pytest.mark.parametrize(

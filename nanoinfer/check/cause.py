@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -35,10 +37,10 @@ def find_cause(llm: LLM, wanted: Continuation, streams: Tensor) -> str:
     params = SamplingParams(temperature=0, max_tokens=len(wanted.new_ids), ignore_eos=True)
     with recorder.watching(llm):
         (output,) = llm.generate([wanted.token_ids], params, use_tqdm=False)
-    alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(output.token_ids, wanted.new_ids, strict=True)))
+    alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(output.token_ids, wanted.new_ids, strict=False)))
     for position in range(len(wanted.token_ids) + len(alike)):
         for seen in recorder.seen[0, position]:
-            for number, stream in enumerate(_streams(seen, model.num_layers)):
+            for number, stream in _streams(seen, model.num_layers):
                 theirs = streams[number, position]
                 apart = ((stream.float() - theirs).norm() / theirs.norm()).item()
                 if not apart <= ROUNDING:
@@ -50,12 +52,14 @@ def find_cause(llm: LLM, wanted: Continuation, streams: Tensor) -> str:
     )
 
 
-def _streams(seen: Seen, num_layers: int) -> Iterator[Tensor]:
+def _streams(seen: Seen, num_layers: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the residual stream before each layer, which its mixer returns too, and what the last norm returns."""
-    last_of = dict(seen)
-    for layer in range(num_layers):
-        yield last_of[f"layers.{layer}.mixer"]
-    yield next(result for name, result in seen if name == "joint")
+    for name, group in groupby(seen, key=itemgetter(0)):
+        results = [result for _, result in group]
+        if match := re.fullmatch(r"layers\.(\d+)\.mixer", name):
+            yield int(match[1]), results[-1]
+        elif name == "joint":
+            yield num_layers, results[0]
 
 
 def _name(number: int, num_layers: int) -> str:

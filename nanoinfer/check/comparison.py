@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from math import exp, inf, isfinite, isnan
 from typing import Any, NamedTuple
 
@@ -165,8 +166,8 @@ def _compare_greedy(outputs: dict[str, RequestOutput], expected: Expected, toler
     """Compare tokens up to the first that differs: behind it the texts are others."""
     unlike, ties = list[str](), 0
     for name, text in expected.continuations.items():
-        places = enumerate(zip(outputs[name].token_ids, text.new_ids, strict=True))
-        for place, (our, their) in places:
+        pairs = zip_longest(outputs[name].token_ids, text.new_ids)  # logits that are not finite end ours early
+        for place, (our, their) in enumerate(pairs):
             if our != their:
                 likeliest = text.likeliest[place]
                 is_tie = likeliest[their] - likeliest.get(our, -inf) <= tolerance

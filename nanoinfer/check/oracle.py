@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nanoinfer.hub import reason_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+T = TypeVar("T")
 LONGEST = 128  # tokens of a text that the model gets
 NEW_TOKENS = 16  # that follow a text
 LIKELIEST = 8  # tokens whose log-probabilities are kept, to tell a near tie
@@ -68,24 +69,29 @@ def ask_transformers(folder: str, device: str, advance: Callable[[], object]) ->
     texts = TEXTS | AWKWARD
     token_ids = {name: tokenizer(text).input_ids for name, text in texts.items()}
     decoded = {name: tokenizer.decode(ids, skip_special_tokens=True) for name, ids in token_ids.items()}
-    continuations = {}
-    with _model(folder, device) as model:
+
+    def continue_all(model: PreTrainedModel) -> dict[str, Continuation]:
+        continuations = {}
         for name in TEXTS:
             continuations[name] = _continue(model, token_ids[name][:LONGEST])
             advance()
-    return Expected(render_chats(tokenizer), token_ids, decoded, continuations)
+        return continuations
+
+    return Expected(render_chats(tokenizer), token_ids, decoded, _run(folder, device, continue_all))
 
 
 def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> Tensor:
     """Return the residual stream before each layer, and last the final norm's result: [layers + 1, tokens, size]."""
-    with _model(folder, device) as model:
+
+    def compute(model: PreTrainedModel) -> Tensor:
         out = model(input_ids=torch.tensor([token_ids], device=device), output_hidden_states=True)
         return torch.cat(out.hidden_states).float().cpu()
 
+    return _run(folder, device, compute)
 
-@contextmanager
-def _model(folder: str, device: str) -> Iterator[PreTrainedModel]:
-    """Load the class that config.json names. Behind the block its memory is free."""
+
+def _run(folder: str, device: str, use: Callable[[PreTrainedModel], T]) -> T:
+    """Return what `use` makes of the model, of the class that config.json names. The model's memory is free then."""
     import transformers
 
     with _named_errors(folder):
@@ -94,7 +100,7 @@ def _model(folder: str, device: str) -> Iterator[PreTrainedModel]:
     try:
         model.generation_config = transformers.GenerationConfig()  # the checkpoint's own may have penalties and ends
         with torch.inference_mode():
-            yield model.to(device).eval()
+            return use(model.to(device).eval())
     finally:
         del model
         gc.collect()
