@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import safetensors_of
+from cases import CASES, build
+from conftest import safetensors_of, whole_only
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
@@ -19,8 +20,17 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.check import comparison
 from nanoinfer.check.__main__ import main
+from nanoinfer.check.cause import find_cause
 from nanoinfer.check.comparison import CHECKS, PLAIN, compare, compare_chats
-from nanoinfer.check.oracle import Chat, Expected, ask_transformers, render_chats
+from nanoinfer.check.oracle import (
+    Chat,
+    Expected,
+    ask_for_streams,
+    ask_transformers,
+    continue_text,
+    render_chats,
+    run_model,
+)
 from nanoinfer.check.texts import CHATS
 from nanoinfer.runner.threads import num_threads
 from nanoinfer.runner.weight_writer import WeightWriter
@@ -178,6 +188,24 @@ def test_a_layer_that_computes_otherwise_is_named(
     assert cause is not None
     assert cause.startswith("layer 2 is the first whose result differs, at position 0, by ")
     assert cause.endswith("; its weights are those of the checkpoint's files")
+
+
+LAST_OF_CLASSES = list({case.architecture: name for name, case in CASES.items()}.values())
+OF_KINDS = ["gemma2 low caps", "qwen2moe without biases", "qwen3.5"]  # norms behind branches, experts, states
+
+
+@pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])
+def test_each_family_has_transformers_streams(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """The comparison finds no layer, and then the one behind which transformers' stream is another."""
+    build(CASES[name], tmp_path)
+    token_ids = list(range(1, 21))
+    folder = str(tmp_path)
+    wanted = run_model(folder, "cpu", lambda model: continue_text(model, token_ids))
+    streams = ask_for_streams(folder, "cpu", wanted.token_ids + wanted.new_ids)
+    options = {"device": "cpu", "enforce_eager": True, "max_model_len": 64, **PLAIN}
+    assert find_cause(make_llm(folder, **options), wanted, streams).startswith("in eager steps, the layers' results")
+    moved = torch.cat([streams[:2], 1.01 * streams[2:]])
+    assert find_cause(make_llm(folder, **options), wanted, moved).startswith("layer 1 is the first ")
 
 
 def test_a_difference_behind_the_layers_is_told(expected: Callable[..., None], computed: Expected) -> None:

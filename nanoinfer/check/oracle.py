@@ -73,11 +73,11 @@ def ask_transformers(folder: str, device: str, advance: Callable[[], object]) ->
     def continue_all(model: PreTrainedModel) -> dict[str, Continuation]:
         continuations = {}
         for name in TEXTS:
-            continuations[name] = _continue(model, token_ids[name][:LONGEST])
+            continuations[name] = continue_text(model, token_ids[name][:LONGEST])
             advance()
         return continuations
 
-    return Expected(render_chats(tokenizer), token_ids, decoded, _run(folder, device, continue_all))
+    return Expected(render_chats(tokenizer), token_ids, decoded, run_model(folder, device, continue_all))
 
 
 def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> Tensor:
@@ -87,10 +87,10 @@ def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> Tensor:
         out = model(input_ids=torch.tensor([token_ids], device=device), output_hidden_states=True)
         return torch.cat(out.hidden_states).float().cpu()
 
-    return _run(folder, device, compute)
+    return run_model(folder, device, compute)
 
 
-def _run(folder: str, device: str, use: Callable[[PreTrainedModel], T]) -> T:
+def run_model(folder: str, device: str, use: Callable[[PreTrainedModel], T]) -> T:
     """Return what `use` makes of the model, of the class that config.json names. The model's memory is free then."""
     import transformers
 
@@ -116,7 +116,7 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(f"model={folder!r}: transformers cannot load it: {reason_of(error)}") from error
 
 
-def _continue(model: PreTrainedModel, token_ids: list[int]) -> Continuation:
+def continue_text(model: PreTrainedModel, token_ids: list[int]) -> Continuation:
     """Compute a text, and its likeliest next tokens, whether or not one of them ends it."""
     ids = torch.tensor([token_ids], device=model.device)
     logprobs = model(input_ids=ids).logits[0].float().log_softmax(dim=-1)
