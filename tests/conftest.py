@@ -50,6 +50,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its bac
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every combination, not one of each kind")
+    parser.addoption("--model", help="a folder or Hub id, which test_checkpoint.py compares with transformers")
     parser.addoption("--fuzz", type=int, default=500, help="how many random requests test_fuzz.py makes, default 500")
     parser.addoption("--most-cpu", type=float, help="fail if a plain test takes more seconds of CPU time, see costs.py")
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.llm import LLM
 
 Place = tuple[int, int]  # a sample's number, and the position of a token in it
+Results: TypeAlias = "Tensor | tuple[Results, ...] | None"  # of a module
 Seen = list[tuple[str, Tensor]]  # the modules that have seen a token, in the order in which they ran, and their results
 
 
@@ -68,15 +69,22 @@ class Recorder:
     def _note(self, name: str) -> Any:
         """Make the hook that records a module's results."""
 
-        def note(module: nn.Module, inputs: object, results: Tensor | tuple[Tensor | None, ...]) -> None:
-            for result in results if isinstance(results, tuple) else (results,):
-                if result is None:
-                    continue
+        def note(module: nn.Module, inputs: object, results: Results) -> None:
+            for result in _tensors(results):
                 tokens = 0 if len(result) == self._count else 1  # pieces of a product stand before its tokens
                 for index, seen in self._wanted.items():
                     seen.append((name, result.select(tokens, index).cpu()))
 
         return note
+
+
+def _tensors(results: Results) -> Iterator[Tensor]:
+    """Yield the tensors of a module's results, among which a router has a tuple of its own."""
+    if isinstance(results, tuple):
+        for result in results:
+            yield from _tensors(result)
+    elif results is not None:
+        yield results
 
 
 def _owners(step: Step, rows: list[Sequence]) -> list[Sequence]:
