@@ -423,7 +423,7 @@ class TestErrors:
             ),
             (
                 {"prompt": f"{IMAGE}\ud83d", "multi_modal_data": {"image": ONE}},
-                r"prompts\[1\]\['prompt'\] is .*: '\\ud83d' at \[7\] is half a surrogate pair",
+                r"prompts\[1\]\['prompt'\] is .*: must have no half of a surrogate pair, as '\\ud83d' at \[7\]",
             ),
             (f"{IMAGE}?", r"prompts\[1\] has 1 placeholders, '<image>', and no image"),
             (

@@ -65,7 +65,10 @@ class TestPrompts:
             ([2**70], r"prompts\[1\] has token id 1180591620717411303424: must be from 0 to 2047"),
             (["a"], r"prompts\[1\] is \['a'\]"),
             ({5, 6}, r"prompts\[1\] is {5, 6}"),
-            ("half a pair \udc80", r"prompts\[1\] is .*: '\\udc80' at \[12\] is half a surrogate pair"),
+            (
+                "half a pair \udc80",
+                r"prompts\[1\] is .*: must have no half of a surrogate pair, as '\\udc80' at \[12\]",
+            ),
             (b"bytes", r"prompts\[1\] is b'bytes'"),
             ({1: 2}, r"prompts\[1\] is {1: 2}"),
         ],
@@ -100,13 +103,13 @@ class TestPrompts:
     def test_half_a_surrogate_pair_is_found_where_it_is(
         self, llm: LLM, ask: Callable[[LLM, str], object], where: str, half: str
     ) -> None:
-        told = f"{where} is {'a' + half!r}: {half!r} at [1] is half a surrogate pair, and no character; text.encode("
+        told = f"{where} is {'a' + half!r}: must have no half of a surrogate pair, as {half!r} at [1] is; text.en"
         with pytest.raises(ValueError, match=re.escape(told)):
             ask(llm, f"a{half}")
 
     def test_what_the_error_says_of_halves_mends_them(self, llm: LLM) -> None:
         """JSON of another program cuts pairs; a score's prompt and continuation may have one half each."""
-        with pytest.raises(ValueError, match="is half a surrogate pair") as caught:
+        with pytest.raises(ValueError, match="half of a surrogate pair") as caught:
             llm.tokenize("\ud83d\ude00 \ud83d")
         remedy = re.search(r"text\.encode\(.*?\)\.decode\(.*?\)", str(caught.value))
         assert eval(remedy[0], {"text": "\ud83d\ude00 \ud83d"}) == "\N{GRINNING FACE} \N{REPLACEMENT CHARACTER}"

@@ -700,7 +700,7 @@ class TestChat:
             ([{"role": "user", "content": None}], r"messages\[0\] has .*: must be mappings with a role and content"),
             (
                 [[{"role": "user", "content": "\ud800"}]],
-                r"messages\[0\] is .*: '\\ud800' at .* is half a surr",
+                r"messages\[0\] is .*: must have no half of a surrogate pair, as '\\ud800'",
             ),
             ([[{"role": "user", "content": "a" * 9000}]], r"messages\[0\] has \d+ tokens: must be fewer"),
             ([["hello"]], r"messages\[0\] has 'hello': must be mappings with a role and content"),

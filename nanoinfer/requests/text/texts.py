@@ -20,7 +20,7 @@ def check_characters(name: str, text: str) -> None:
     except UnicodeEncodeError as error:
         place, half = error.start, text[error.start]
         raise ValueError(
-            f"{name} is {short(text, MOST_SHOWN)}: {half!r} at [{place}] is half a surrogate pair, and no character;"
+            f"{name} is {short(text, MOST_SHOWN)}: must have no half of a surrogate pair, as {half!r} at [{place}] is;"
             " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') joins halves that belong together, and"
             " replaces others"
         ) from None
