@@ -250,7 +250,7 @@ def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
 def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) -> None:
     from vllm.lora.request import LoRARequest
 
-    with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters"):
+    with pytest.raises(ValueError, match="max_adapters=0: this LLM has no room for adapters"):
         vllm_llm.generate(PROMPTS, lora_request=LoRARequest("mine", 1, "/nowhere"))
     with pytest.raises(ValueError, match="max_new_tokens"):
         vllm.SamplingParams(max_new_tokens=3)
