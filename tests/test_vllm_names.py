@@ -228,9 +228,13 @@ def test_lora_requests(vllm: ModuleType, tmp_path: Path) -> None:
         for name, request in (("with", lora), ("without", None)):
             async for output in engine.generate(PROMPTS[0], params, request_id=name, lora_request=request):
                 found.append(output)
+        other = LoRARequest("other", 2, lora.lora_path)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await anext(engine.generate([], params, request_id="empty", lora_request=other))
         return found
 
     found = asyncio.run(use())
+    assert list(engine._llm.adapters) == ["mine"]
     engine.shutdown()
     assert [output.token_ids for output in found] == [output.token_ids for output in outputs]
     assert [output.lora_request for output in found] == [lora, None]
