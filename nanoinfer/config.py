@@ -229,7 +229,7 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
-        self.speculation = check_speculation(self.speculation, self.draft_model)
+        self.speculation = check_speculation(self.speculation, self.draft_model, self.data_parallel_size)
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)

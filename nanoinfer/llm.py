@@ -114,7 +114,9 @@ class LLM(
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
-            prepared = self._inputs.check(prompts, sampling_params, self._loras.load(self, lora_request))
+            loras = self._loras.check(self, lora_request, alone=True)
+            prepared = self._inputs.check(prompts, sampling_params, loras.names)
+            self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
     @hints_for("chat")
@@ -144,8 +146,10 @@ class LLM(
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
-            adapters = self._loras.load(self, lora_request)
-            prepared = self._inputs.check_chats(messages, sampling_params, template, chat_template_kwargs, adapters)
+            loras = self._loras.check(self, lora_request, alone=True)
+            given = template, chat_template_kwargs, loras.names
+            prepared = self._inputs.check_chats(messages, sampling_params, *given)
+            self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")

@@ -618,12 +618,22 @@ class TestBadInput:
 
     def test_an_llm_without_slots(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
         llm = make_llm(**{**OPTIONS, "max_adapters": 0})
+        told = "max_adapters=0: this LLM has no room for adapters; make it with"
+        with pytest.raises(RuntimeError, match=f"^{told}"):
+            load(llm, "red", red)
+        named = greedy(3, adapter="red")
         for call in (
-            lambda: load(llm, "red", red),
             lambda: llm.unload_adapter("red"),
-            lambda: llm.generate([PROMPT], greedy(3, adapter="red")),
+            lambda: llm.generate([PROMPT], named),
+            lambda: llm.chat([{"role": "user", "content": "Who?"}], named),
+            lambda: llm.stream([PROMPT], named),
+            lambda: llm.add_request(PROMPT, named),
+            lambda: llm.score([5], [6], adapter="red"),
+            lambda: llm.beam_search([PROMPT], BeamSearchParams(2, 2, adapter="red")),
+            lambda: llm.embed([PROMPT], adapter="red"),
+            lambda: llm.add_request(llm.prepare_to_embed(PROMPT, adapter="red")),
         ):
-            with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters; make it with"):
+            with pytest.raises(ValueError, match=f"^adapter='red': {told}"):
                 call()
         assert llm.adapters == {}
 

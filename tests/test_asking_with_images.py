@@ -421,6 +421,10 @@ class TestErrors:
                 {"prompt": f"{IMAGE} or {IMAGE}", "multi_modal_data": {"image": [ONE]}},
                 r"prompts\[1\]\['prompt'\] has 2 placeholders, '<image>', for 1 images",
             ),
+            (
+                {"prompt": f"{IMAGE}\ud83d", "multi_modal_data": {"image": ONE}},
+                r"prompts\[1\]\['prompt'\] is .*: must have no half of a surrogate pair, as '\\ud83d' at \[7\]",
+            ),
             (f"{IMAGE}?", r"prompts\[1\] has 1 placeholders, '<image>', and no image"),
             (
                 {"prompt_token_ids": [5, 6], "multi_modal_data": {"image": [ONE, TWO]}},

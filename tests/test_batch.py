@@ -26,6 +26,7 @@ from conftest import whole_only
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
+from nanoinfer.batch import progress as batch_progress
 from nanoinfer.batch.adapters import Models, with_slots
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
@@ -456,6 +457,36 @@ class TestResume:
         assert lines_of(output)[:46] == before
         assert len(lines_of(output)) == 100
 
+    @pytest.mark.parametrize("is_piped", [False, True])
+    def test_nothing_to_do_loads_no_model(
+        self, is_piped: bool, tmp_path: Path, null: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All lines are done, none is there, or none that is left can run."""
+        file, output = tmp_path / "in", tmp_path / "out"
+        if is_piped:
+            monkeypatch.setattr(sys, "stdin", file.open("w+"))
+
+        def again(rows: list[Any], **how: Any) -> Summary:
+            write(file, rows)
+            if is_piped:
+                os.lseek(sys.stdin.fileno(), 0, os.SEEK_SET)
+            return run("-" if is_piped else file, output, "no model", **how)
+
+        good, bad = [{"id": i, "prompt": "x"} for i in range(3)], [{"id": 3}, {"id": "4", "n": 0, "prompt": "x"}]
+        assert again([], report=tmp_path / "page.html", stats=True) == Summary(0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(job, "LLM", lambda model, **options: NullLLM("m"))
+            assert again(good) == Summary(3, 0)
+        before = output.read_bytes()
+        assert again(good) == Summary(3, 0)
+        assert output.read_bytes() == before
+        if not is_piped:  # of a pipe, nobody knows what comes behind a line that cannot run
+            for _ in range(2):
+                assert again([bad[0], *good, bad[1]]) == Summary(3, 2)
+                assert [row["id"] for row in read(output)[3:]] == [3, "4"]
+        with pytest.raises(ValueError, match="no such folder"):
+            again([*good, bad[0], {"id": "new", "prompt": "x"}])
+
     @pytest.mark.parametrize("cut", [1, 20, 1000])
     def test_a_torn_end_is_cut_off(self, cut: int, output: Path, tmp_path: Path, null: None) -> None:
         file = many(tmp_path / "in", 200)
@@ -644,6 +675,23 @@ class TestWhateverHappens:
         process.join()
         assert process.exitcode == 0
         assert len(lines_of(tmp_path / "out")) == 100_000
+
+
+def test_no_numbers_of_lines_are_said_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Many lines may wait for the first result for minutes."""
+    monkeypatch.setattr(batch_progress, "ELSEWHERE", 0.0)
+    progress = Progress(2000)
+    for _ in range(3):
+        progress.show()
+    progress.add(tokens=5)
+    for is_last in (False, False, True):
+        progress.show(is_last)
+    assert [line.split(", ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "0 of 2,000 lines",
+        "1 of 2,000 lines",
+    ]
 
 
 def test_the_time_left_is_told_until_nothing_is_left() -> None:

@@ -222,6 +222,8 @@ def test_what_is_no_pair(reranker: str, make_llm: Callable[..., LLM]) -> None:
         ("a", ["b", 4], "documents[1]=4: must be a string"),
         ("a", 4, "documents=4: must be a list of strings"),
         ("a", ["b" * 3000], "documents[0]['prompt_token_ids'] has"),
+        ("a", ["b", "\ud83d"], "documents[1] is '\\ud83d': must have no half of a surrogate pair, as '\\ud83d'"),
+        ("\ude00", ["b"], "query is '\\ude00': must have no half of a surrogate pair, as '\\ude00'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             llm.rerank(query, documents)

@@ -33,6 +33,8 @@ from nanoinfer.runner.memory.plan import plan_memory
 from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.model_runner import ModelRunner
 
+(END,) = Config(BUNDLED_MODEL).eos_token_ids
+
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
@@ -63,7 +65,10 @@ class TestPrompts:
             ([2**70], r"prompts\[1\] has token id 1180591620717411303424: must be from 0 to 2047"),
             (["a"], r"prompts\[1\] is \['a'\]"),
             ({5, 6}, r"prompts\[1\] is {5, 6}"),
-            ("half a pair \udc80", r"prompts\[1\] is .*: the tokenizer does not take it"),
+            (
+                "half a pair \udc80",
+                r"prompts\[1\] is .*: must have no half of a surrogate pair, as '\\udc80' at \[12\]",
+            ),
             (b"bytes", r"prompts\[1\] is b'bytes'"),
             ({1: 2}, r"prompts\[1\] is {1: 2}"),
         ],
@@ -75,6 +80,41 @@ class TestPrompts:
         with pytest.raises(ValueError, match=message):
             llm.generate([[5], prompt], greedy(1), use_tqdm=False)
         assert llm.engine.is_finished
+
+    @pytest.mark.parametrize(
+        ("ask", "where"),
+        [
+            (lambda llm, text: llm.generate([text]), "prompts[0]"),
+            (lambda llm, text: llm.generate({"prompt": text}), "prompts[0]['prompt']"),
+            (lambda llm, text: llm.stream(["a", text]), "prompts[1]"),
+            (lambda llm, text: llm.add_request(text), "prompt"),
+            (lambda llm, text: llm.beam_search([text], BeamSearchParams(2, 2)), "prompts[0]"),
+            (lambda llm, text: llm.embed([text]), "prompts[0]"),
+            (lambda llm, text: list(llm.embed(iter(["a", text]))), "prompts[1]"),
+            (lambda llm, text: llm.tokenize(["a", text]), "texts[1]"),
+            (lambda llm, text: llm.score(text, "a"), "prompt"),
+            (lambda llm, text: llm.score({"prompt": text}, [5]), "prompt['prompt']"),
+            (lambda llm, text: llm.score("a", [" b", text]), "continuations[1]"),
+            (lambda llm, text: llm.score([5], text), "continuations[0]"),
+            (lambda llm, text: llm.generate("a", SamplingParams(bad_words=[text])), "sampling_params.bad_words"),
+        ],
+    )
+    @pytest.mark.parametrize("half", [chr(0xD83D), chr(0xDE00)], ids=ascii)
+    def test_half_a_surrogate_pair_is_found_where_it_is(
+        self, llm: LLM, ask: Callable[[LLM, str], object], where: str, half: str
+    ) -> None:
+        told = f"{where} is {'a' + half!r}: must have no half of a surrogate pair, as {half!r} at [1] is; text.en"
+        with pytest.raises(ValueError, match=re.escape(told)):
+            ask(llm, f"a{half}")
+
+    def test_what_the_error_says_of_halves_mends_them(self, llm: LLM) -> None:
+        """JSON of another program cuts pairs; a score's prompt and continuation may have one half each."""
+        with pytest.raises(ValueError, match="half of a surrogate pair") as caught:
+            llm.tokenize("\ud83d\ude00 \ud83d")
+        remedy = re.search(r"text\.encode\(.*?\)\.decode\(.*?\)", str(caught.value))
+        assert eval(remedy[0], {"text": "\ud83d\ude00 \ud83d"}) == "\N{GRINNING FACE} \N{REPLACEMENT CHARACTER}"
+        with pytest.raises(ValueError, match=r"^continuations\[0\] is"):
+            llm.score("a\ud83d", "\ude00")
 
     def test_no_prompts_give_no_outputs(self, llm: LLM) -> None:
         assert llm.generate([], greedy(1)) == []
@@ -266,13 +306,24 @@ class TestSamplingParams:
             ({"bad_words": ["a", " "]}, r"sampling_params\[1\].bad_words has ' ': must have a character that"),
             (
                 {"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1},
-                r"sampling_params\[1\]: allowed_token_ids and min_tokens leave no token that may be drawn",
+                r"sampling_params\[1\]: allowed_token_ids, min_tokens and stop_token_ids leave no token",
+            ),
+            (
+                {"allowed_token_ids": [END], "stop_token_ids": [9], "min_tokens": 1},
+                r"sampling_params\[1\]: allowed_token_ids and min_tokens leave no token",
+            ),
+            (
+                {"allowed_token_ids": [9, 67], "bad_words": ["a"], "stop_token_ids": [9], "min_tokens": 1},
+                "allowed_token_ids, bad_words, min_tokens and stop_token_ids leave no token",
             ),
             (
                 {"bad_words": ["a", "b"], "allowed_token_ids": [67, 68]},
                 "allowed_token_ids and bad_words leave no token",
             ),
-            ({"stop_token_ids": range(2048), "min_tokens": 1}, "min_tokens leave no token that may be drawn"),
+            (
+                {"stop_token_ids": range(2048), "min_tokens": 1},
+                "min_tokens and stop_token_ids leave no token",
+            ),
             ({"logprobs": 2049}, r"sampling_params\[1\].logprobs=2049: the model has 2048 tokens"),
         ],
         ids=repr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 from cases import CASES, build
 from cases.drafters import DRAFTERS as KINDS
-from cases.drafters import Prophet
+from cases.drafters import Moody, Prophet
 from conftest import assert_equal, different_settings, greedy, whole_only
 from test_not_finite import BAD, GOOD, OPTIONS, folder  # noqa: F401 - a fixture
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
+from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import Drawn
 
@@ -333,6 +335,37 @@ def test_what_holds_before_a_fault_stays(folder: str, options: dict[str, Any]) -
     assert (bad.token_ids, bad.finish_reason) == ([BAD], "error")
 
 
+def test_all_ranks_verify_the_guesses_of_rank_0(plain: LLM) -> None:
+    drafter, few = Moody(), (SPEECHES[:3], [greedy(12), SamplingParams(seed=1, max_tokens=12), greedy(5)])
+    with make(speculation=drafter, tensor_parallel_size=2, max_num_seqs=4, max_guesses=3) as llm:
+        assert_same(run(llm, *few), run(plain, *few))
+        assert llm.stats().num_proposed_tokens > 0
+        assert drafter.num_calls > 0
+
+
+class Falling:
+    """Guesses nothing; once it has fallen silent, not even that."""
+
+    is_silent = False
+
+    def propose(self, rows: Any, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        guesses = torch.zeros(len(rows.slots), most, dtype=torch.int32)
+        return None if self.is_silent else (guesses, torch.zeros_like(rows.slots))
+
+
+def test_a_drafter_that_fails_ends_all_ranks_at_once() -> None:
+    told = r"speculation: Falling\.propose must return guesses of .*, not None$"
+    drafter = Falling()
+    with make(speculation=drafter, tensor_parallel_size=2, max_num_seqs=4) as llm:
+        assert len(run(llm, SPEECHES[:1], greedy(4))) == 1
+        drafter.is_silent, begin = True, time.monotonic()
+        with pytest.raises(ValueError, match=f"^{told}"):
+            run(llm, SPEECHES[:1], greedy(4))
+        with pytest.raises(WorkerError, match=f"^this LLM is closed, make another: {told}"):
+            run(llm, SPEECHES[:1], greedy(4))
+        assert time.monotonic() - begin < 10
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -345,6 +378,11 @@ def test_what_holds_before_a_fault_stays(folder: str, options: dict[str, Any]) -
             "speculation='ngram': must be one of 'auto', 'suffix', 'draft', None, or an object with",
         ),
         ({"speculation": 3}, "speculation=3: must be one of"),
+        ({"speculation": Moody}, r"speculation=<class '.*Moody'>: must be an object of this class: Moody\(\.\.\.\)"),
+        (
+            {"speculation": Moody(), "data_parallel_size": 2, "device": "cpu"},
+            "speculation=<.*>: must be an object that can be pickled, for each of data_parallel_size=2 replicas gets",
+        ),
         ({"max_guesses": 0}, "max_guesses=0: must be an integer from 1 to 15"),
         ({"max_guesses": 16}, "max_guesses=16: must be an integer from 1 to 15"),
         (

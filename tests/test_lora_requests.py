@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from cases.tuned import ALPHA, Tuned
 from conftest import greedy
 from torch import Tensor
 
-from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, RequestOutput
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from nanoinfer.requests.vllm.lora import LoRARequests
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "kvcache_block_size": 16, "max_model_len": 64}
@@ -50,6 +50,17 @@ def llm(shared: LLM) -> LLM:
         shared.unload_adapter(name)
     shared._loras = LoRARequests()
     return shared
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoRARequest]:
+    """Those of a folder that is not there, and of a rank that is too high for the slots."""
+    high = Tuned(BUNDLED_MODEL, seed=5, rank=9).save(tmp_path_factory.mktemp("wrong") / "high")
+    return {"nowhere": LoRARequest("nowhere", 8, "/nowhere"), "high": LoRARequest("high", 9, high)}
+
+
+def of(adapter: str | None) -> SamplingParams:
+    return greedy(1, adapter=adapter)
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -107,8 +118,10 @@ class TestLoading:
             return llm.adapters["law"].version
 
         assert [ask(lora["law"]), ask(lora["law"])] == [1, 1]
-        assert ask(LoRARequest("law", 1, folders["law"], load_inplace=True)) == 2
-        assert ask(LoRARequest("law", 7, folders["sql"])) == 3
+        anew = LoRARequest("law", 1, folders["law"], load_inplace=True)
+        assert anew == lora["law"]
+        assert [ask(anew), ask(lora["law"]), ask(lora["law"]), ask(anew)] == [2, 2, 2, 3]
+        assert ask(LoRARequest("law", 7, folders["sql"])) == 4
         llm.unload_adapter("law")
         assert ask(lora["law"]) == 1
 
@@ -132,7 +145,7 @@ class TestRoom:
         assert self.ask(llm, lora["sql"]) == ["mine", "sql"]
         llm.unload_adapter("sql")
         llm.load_adapter("sql", tensors, alpha=ALPHA)
-        with pytest.raises(ValueError, match=r"'law': max_adapters=2, and so many are loaded: 'mine', 'sql'"):
+        with pytest.raises(ValueError, match=r"'law': max_adapters=2, and these must stay: 'mine', 'sql'; llm.unl"):
             self.ask(llm, lora["law"])
         with pytest.raises(ValueError, match=r"an adapter of this name; write SamplingParams\(adapter='sql'"):
             self.ask(llm, lora["sql"])
@@ -171,6 +184,71 @@ class TestRoom:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        ("ask", "message"),
+        [
+            (lambda llm, lora: llm.generate([PROMPT, ""], lora_request=lora["verse"]), "is empty"),
+            (lambda llm, lora: llm.generate([[5] * 64], lora_request=lora["verse"]), "has 64 tokens"),
+            (lambda llm, lora: llm.generate([PROMPT], [greedy(1)] * 2, lora_request=lora["verse"]), "has 2 entries"),
+            (lambda llm, lora: llm.generate([PROMPT], lora_request=[lora["verse"], None]), "has 2 entries"),
+            (lambda llm, lora: llm.generate([PROMPT], of("law"), lora_request=lora["verse"]), "must be one of them"),
+            (lambda llm, lora: llm.generate([PROMPT] * 2, lora_request=[lora["verse"], lora["nowhere"]]), "/nowhere"),
+            (lambda llm, lora: llm.generate([PROMPT] * 2, lora_request=[lora["verse"], lora["high"]]), "rank 9"),
+            (
+                lambda llm, lora: llm.generate(
+                    [PROMPT] * 3, [of("law"), of("sql"), of(None)], lora_request=[None, None, lora["verse"]]
+                ),
+                "these must stay: 'law', 'sql'",
+            ),
+            (
+                lambda llm, lora: llm.generate([PROMPT] * 2, [of("x"), of(None)], lora_request=[None, lora["verse"]]),
+                "'x': is not loaded",
+            ),
+            (lambda llm, lora: llm.chat([{"role": "user"}], lora_request=lora["verse"]), "must be mappings"),
+            (lambda llm, lora: llm.embed([PROMPT], lora_request=lora["nowhere"]), "/nowhere"),
+            (lambda llm, lora: llm.embed([PROMPT] * 2, lora_request=[lora["verse"]]), "has 1 entries"),
+            (lambda llm, lora: llm.beam_search([""], BeamSearchParams(2, 4), lora["verse"]), "is empty"),
+            (lambda llm, lora: llm.beam_search([PROMPT], BeamSearchParams(99, 40), lora["verse"]), "may need"),
+            (lambda llm, lora: llm.llm_engine.add_lora(lora["high"]), "rank 9"),
+        ],
+    )
+    def test_no_adapter_comes_or_goes_for_a_call_that_cannot_work(
+        self,
+        llm: LLM,
+        lora: dict[str, LoRARequest],
+        wrong: dict[str, LoRARequest],
+        ask: Callable[[LLM, dict[str, LoRARequest]], object],
+        message: str,
+    ) -> None:
+        llm.generate([PROMPT] * 2, greedy(1), use_tqdm=False, lora_request=[lora["law"], lora["sql"]])
+        before = llm.adapters
+        with pytest.raises(ValueError, match=message):
+            ask(llm, lora | wrong)
+        assert llm.adapters == before
+        assert llm.llm_engine.list_loras() == {1, 2}
+
+    def test_no_adapter_comes_or_goes_for_a_busy_llm(self, llm: LLM, lora: dict[str, LoRARequest]) -> None:
+        llm.generate([PROMPT] * 2, greedy(1), use_tqdm=False, lora_request=[lora["law"], lora["sql"]])
+        llm.add_request(PROMPT, greedy(4))
+        for call in (llm.generate, llm.embed):
+            with pytest.raises(RuntimeError, match="requests of add_request have not ended"):
+                call([PROMPT], lora_request=lora["verse"])
+        assert sorted(llm.adapters) == ["law", "sql"]
+        while llm.has_unfinished_requests():
+            llm.step()
+
+    def test_of_replicas(self, lora: dict[str, LoRARequest], wrong: dict[str, LoRARequest]) -> None:
+        slots = {"max_adapters": 1, "max_adapter_rank": 4, "num_kvcache_blocks": 8, "max_num_seqs": 1}
+        with LLM(BUNDLED_MODEL, data_parallel_size=2, **slots, **OPTIONS) as llm:
+            asked = [PROMPT], greedy(4), False
+            law = texts(llm.generate(*asked, lora_request=lora["law"]))
+            with pytest.raises(ValueError, match="rank 9"):
+                llm.generate(*asked, lora_request=wrong["high"])
+            assert list(llm.adapters) == ["law"]
+            assert texts(llm.generate([PROMPT] * 4, greedy(4), False, lora["law"])) == law * 4
+            assert texts(llm.generate(*asked, lora_request=lora["verse"])) != law
+            assert list(llm.adapters) == ["verse"]
+
     def test_of_a_call(self, llm: LLM, lora: dict[str, LoRARequest]) -> None:
         law = lora["law"]
         for wrong, message in (
@@ -193,8 +271,7 @@ class TestErrors:
         assert len(llm.generate([PROMPT], params, use_tqdm=False, lora_request=lora["law"])) == 1
 
     def test_an_llm_without_slots(self, lora: dict[str, LoRARequest]) -> None:
-        with (
-            LLM(BUNDLED_MODEL, num_kvcache_blocks=8, **OPTIONS) as llm,
-            pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters"),
-        ):
-            llm.generate([PROMPT], lora_request=lora["law"])
+        with LLM(BUNDLED_MODEL, num_kvcache_blocks=8, **OPTIONS) as llm:
+            for call in (llm.generate, llm.embed):
+                with pytest.raises(ValueError, match=r"lora_request=.*: max_adapters=0: this LLM has no room for ada"):
+                    call([PROMPT], lora_request=lora["law"])

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, build
+from cases.drafters import Moody
 from conftest import Oracle, assert_equal, different_settings, greedy, safetensors_of, whole_only
 from safetensors.torch import load_file
 
@@ -142,6 +143,12 @@ def search_beams_with_peers() -> list[list[list[int]]]:
         return search_beams(llm)
 
 
+def guess_by_moods(prompts: list[list[int]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the outputs of an LLM with a drafter in each process, and how many guesses it has verified."""
+    with make(speculation=Moody(), max_guesses=3) as llm:
+        return generate(llm, prompts, greedy(16)), llm.stats().num_proposed_tokens
+
+
 def sleep_and_wake_up() -> None:
     with make() as llm:
         before = generate(llm, [[30, 31]], greedy(8))
@@ -199,6 +206,11 @@ class TestRanksThatAreCalledAlike:
         expected = generate(make_one(), prompts, params)
         (outputs,), _ = trainer.run(generate_each, {"speculation": "auto"}, [(prompts, params)])
         assert_equal(outputs, expected)
+
+    def test_guesses_are_those_of_rank_0(self, trainer: Trainer, oracle: Oracle) -> None:
+        outputs, num_proposed = trainer.run(guess_by_moods, [[30, 31], [5]])
+        assert tokens_of(outputs) == [oracle.greedy(prompt, 16) for prompt in ([30, 31], [5])]
+        assert num_proposed > 0
 
     def test_structured_outputs(self, trainer: Trainer, make_one: Callable[..., LLM]) -> None:
         pytest.importorskip("llguidance")

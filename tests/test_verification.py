@@ -253,8 +253,12 @@ def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: 
     [
         (lambda guesses, counts: (guesses[:, :2], counts), r"guesses of torch.int32 and shape \[1, 4\] on cpu, not of"),
         (lambda guesses, counts: (guesses, counts.long()), "counts of torch.int32 .*, not of torch.int64"),
+        (lambda guesses, counts: (guesses, counts.tolist()), r"counts of torch.int32 .*, not \[4\]$"),
+        (lambda guesses, counts: None, r"guesses of .* and counts of torch.int32 and shape \[1\] on cpu, not None$"),
+        (lambda guesses, counts: guesses, r"guesses of .* and counts of .*, not tensor\("),
+        (lambda guesses, counts: (guesses, counts, 3), r"guesses of .* and counts of .*, not \(tensor\("),
     ],
-    ids=["shape", "dtype"],
+    ids=["shape", "dtype", "no tensor", "nothing", "one", "three"],
 )
 def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], told: str, make_llm: MakeLLM) -> None:
     host = make_host(make_llm)
@@ -262,7 +266,7 @@ def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], to
     proposer = host.runner.steps.verifier._proposer
     drafter = proposer._drafter
     proposer._drafter = SimpleNamespace(propose=lambda *args: change(*drafter.propose(*args)))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"^speculation: SimpleNamespace.propose must return {told}"):
         host.verify(4)
 
 

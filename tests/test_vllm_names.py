@@ -228,9 +228,13 @@ def test_lora_requests(vllm: ModuleType, tmp_path: Path) -> None:
         for name, request in (("with", lora), ("without", None)):
             async for output in engine.generate(PROMPTS[0], params, request_id=name, lora_request=request):
                 found.append(output)
+        other = LoRARequest("other", 2, lora.lora_path)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await anext(engine.generate([], params, request_id="empty", lora_request=other))
         return found
 
     found = asyncio.run(use())
+    assert list(engine._llm.adapters) == ["mine"]
     engine.shutdown()
     assert [output.token_ids for output in found] == [output.token_ids for output in outputs]
     assert [output.lora_request for output in found] == [lora, None]
@@ -250,7 +254,7 @@ def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
 def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) -> None:
     from vllm.lora.request import LoRARequest
 
-    with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters"):
+    with pytest.raises(ValueError, match="max_adapters=0: this LLM has no room for adapters"):
         vllm_llm.generate(PROMPTS, lora_request=LoRARequest("mine", 1, "/nowhere"))
     with pytest.raises(ValueError, match="max_new_tokens"):
         vllm.SamplingParams(max_new_tokens=3)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
@@ -14,9 +15,10 @@ from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.ledger import Ledger, manifest_of
 from nanoinfer.batch.lines import LineError
-from nanoinfer.batch.loop import Loop, read_jobs
+from nanoinfer.batch.loop import Loop, SomeJob, read_jobs
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import Report
+from nanoinfer.batch.rows import Rows
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
 from nanoinfer.process.standard_error import say
@@ -60,6 +62,13 @@ class Summary(NamedTuple):
         return f"{said}, {self.errors:,} have errors; run the same command again to try these again"
 
 
+class Survey(NamedTuple):
+    """What a file's lines are, before they run: how many (None: nobody knows), and whether one is left that can run."""
+
+    total: int | None
+    can_run: bool
+
+
 def run(
     input: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -87,7 +96,7 @@ def run(
     max_errors: the job ends once more lines than this have failed; None: it goes on
     report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
         charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
-    stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off
+    stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off; without a model, none
     adapters: a mapping from names to the folders of adapters, which the job loads. A line names one as its "adapter",
         or as OpenAI's "model"
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
@@ -95,7 +104,8 @@ def run(
     Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
     gets one from the option `seed` and its id. So a job that was broken off and resumed draws the same tokens.
 
-    Raises ValueError for what cannot work, before the model loads; it looks at adapters behind that. Raises OSError if
+    The model loads if a line is left that can run. Raises ValueError for what cannot work, before the model loads; it
+    looks at adapters behind that. Raises OSError if
     the output cannot be written, RuntimeError after too many errors or as LLM does, and KeyboardInterrupt after a
     Ctrl-C. What is done is in the output then, and the same call goes on.
     """
@@ -110,24 +120,26 @@ def run(
     seed = options.get("seed", 0)
     said = {"model": model, **({"adapters": folders} if folders else {}), **options, **defaults}
     with _open_input(source, target) as lines, _open_output(source, target, said) as (writer, done):
-        total = _survey(source, defaults, seed, models, max_errors) if is_regular(source) else None
+        how = done, defaults, seed, models
+        survey = _survey(source, *how, max_errors) if is_regular(source) else Survey(None, can_run=True)
         page = None if report is None else _open_report(os.fspath(report), source, target)
+        num_done, left = _skip_done(read_jobs(lines, *how))
+        progress = Progress(survey.total, num_done)
+        rows, title = Rows(writer.write, progress, keep_order, max_errors), f"{source} with {model}"
+        if left is None or not survey.can_run:
+            with _told(progress, page, title):
+                _fail_all(left or (), rows, progress)
+            return Summary(progress.done, len(progress.errors))
         with LLM(model, **with_slots(options, folders)) as llm, Interrupts() as interrupts:
             load_all(llm, folders)
-            progress = Progress(total)
-            loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)
             if page is not None:
                 llm.engine.on_step = page.step
-            try:
-                loop.run(lines, read_jobs(lines, done, defaults, seed, models), interrupts)
-            except KeyboardInterrupt:
-                interrupts.asked = True
-            finally:
-                progress.show(is_last=True)
-                if stats:
-                    say(llm.stats())
-                if page is not None:
-                    page.write(f"{source} with {model}", str(progress), progress.errors)
+            progress.start()
+            with _told(progress, page, title, llm if stats else None):
+                try:
+                    Loop(llm, model, rows, progress, page).run(lines, left, interrupts)
+                except KeyboardInterrupt:
+                    interrupts.asked = True
             if interrupts.asked:
                 raise KeyboardInterrupt(f"{progress.done:,} lines have results")
             return Summary(progress.done, len(progress.errors))
@@ -174,12 +186,15 @@ def _open_report(file: str, source: str, target: str) -> Report:
     return Report(file)
 
 
-def _survey(source: str, defaults: Mapping[str, Any], seed: int, models: Models, max_errors: int | None) -> int:
-    """Count the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
-    total = bad = 0
+def _survey(
+    source: str, done: set[bytes], defaults: Mapping[str, Any], seed: int, models: Models, max_errors: int | None
+) -> Survey:
+    """Look at the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
+    total = bad = num_done = 0
     with closing(Lines(source)) as lines:
-        for job in read_jobs(lines, (), defaults, seed, models):
+        for job in read_jobs(lines, done, defaults, seed, models):
             total += 1
+            num_done += job is None
             if isinstance(job, LineError):
                 bad += 1
                 if bad <= MOST_NAMED:
@@ -188,4 +203,38 @@ def _survey(source: str, defaults: Mapping[str, Any], seed: int, models: Models,
         say(f"{source}: {bad - MOST_NAMED:,} more lines cannot run")
     if max_errors is not None and bad > max_errors:
         raise ValueError(f"max_errors={max_errors}: {bad:,} lines of {source} cannot run")
-    return total
+    return Survey(total, can_run=total > num_done + bad)
+
+
+def _skip_done(jobs: Iterator[SomeJob]) -> tuple[int, Iterator[SomeJob] | None]:
+    """Return how many lines are done before the first that is not, and the lines from that one on; None: no such one"""
+    num_done = 0
+    for job in jobs:
+        if job is not None:
+            return num_done, chain([job], jobs)
+        num_done += 1
+    return num_done, None
+
+
+def _fail_all(jobs: Iterable[SomeJob], rows: Rows, progress: Progress) -> None:
+    """Write the rows of lines none of which can run. Raises RuntimeError if the file has got one that can."""
+    for job in jobs:
+        if isinstance(job, LineError):
+            rows.fail(rows.next_turn(), job)
+        elif job is None:
+            progress.skip()
+        else:
+            raise RuntimeError(f"line {job.line.number} has come meanwhile")
+
+
+@contextmanager
+def _told(progress: Progress, page: Report | None, title: str, llm: LLM | None = None) -> Iterator[None]:
+    """Say in the end how far the job has come, and write its page. llm: whose stats are said, too"""
+    try:
+        yield
+    finally:
+        progress.show(is_last=True)
+        if llm is not None:
+            say(llm.stats())
+        if page is not None:
+            page.write(title, str(progress), progress.errors)

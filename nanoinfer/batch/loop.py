@@ -1,9 +1,9 @@
-"""Loop: keeps an LLM busy with the lines of a file, and writes each result when its request has ended."""
+"""Loop: keeps an LLM busy with the lines of a file, and makes each result when its requests have ended."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import Report
-from nanoinfer.batch.results import encode, error_row, result_row
+from nanoinfer.batch.results import result_row
+from nanoinfer.batch.rows import Rows
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
 from nanoinfer.requests.prompts import ComingRequest
@@ -21,10 +22,12 @@ from nanoinfer.requests.prompts import ComingRequest
 AHEAD = 2  # times max_num_seqs of all replicas: so many requests the LLM has, that no step waits for the next line
 HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlier line, before no more lines are read
 
+SomeJob = Job | LineError | None  # what a line asks for, why it cannot run, or that it is done
+
 
 def read_jobs(
     lines: Iterator[bytes], done: Collection[bytes], defaults: Mapping[str, Any], seed: int, models: Models
-) -> Iterator[Job | LineError | None]:
+) -> Iterator[SomeJob]:
     """Yield what each line asks for, or why it cannot run; None for a line that is done. Empty lines do not count.
 
     done: the digests of the ids that have results
@@ -69,31 +72,18 @@ class Work:
 
 
 class Loop:
-    """Runs jobs and writes their rows, in the order in which they end or in that of their lines."""
+    """Runs jobs, and hands on their rows as they end."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        model: str,
-        write: Callable[[bytes], None],
-        progress: Progress,
-        report: Report | None,
-        keep_order: bool,
-        max_errors: int | None,
-    ) -> None:
+    def __init__(self, llm: LLM, model: str, rows: Rows, progress: Progress, report: Report | None) -> None:
         self._llm = llm
         self._model = model
-        self._write = write
+        self._rows = rows
         self._progress = progress
         self._report = report
-        self._keep_order = keep_order
-        self._max_errors = max_errors
         self._coming: deque[tuple[Work, int, ComingRequest]] = deque()  # whose images are not prepared yet
         self._running: dict[int, tuple[Work, int]] = {}  # by request id; the number is its place among the line's
-        self._held: dict[int, bytes] = {}  # rows that have come before their turn
-        self._turn = self._num_turns = 0  # the turn of the next row to be written; of the next line
 
-    def run(self, lines: Lines, jobs: Iterator[Job | LineError | None], interrupts: Interrupts) -> None:
+    def run(self, lines: Lines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
         """Run all jobs, or until somebody presses Ctrl-C. Raises RuntimeError for more than max_errors errors.
 
         jobs: of these lines
@@ -104,7 +94,7 @@ class Loop:
             for _, _, coming in self._coming:
                 coming.cancel()
 
-    def _run(self, lines: Lines, jobs: Iterator[Job | LineError | None], interrupts: Interrupts) -> None:
+    def _run(self, lines: Lines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
         has_more = True
         while (has_more or self._is_busy) and not interrupts.asked:
             while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._is_busy):
@@ -130,20 +120,20 @@ class Loop:
     @property
     def _has_room(self) -> bool:
         rows = self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
-        return len(self._running) + len(self._coming) < AHEAD * rows and len(self._held) < HELD * rows
+        return len(self._running) + len(self._coming) < AHEAD * rows and self._rows.num_held < HELD * rows
 
-    def _add(self, job: Job | LineError | None) -> None:
+    def _add(self, job: SomeJob) -> None:
         if job is None:
             self._progress.skip()
             return
-        turn, self._num_turns = self._num_turns, self._num_turns + 1
+        turn = self._rows.next_turn()
         if isinstance(job, LineError):
-            self._fail(turn, job)
+            self._rows.fail(turn, job)
             return
         try:
             coming = job.prepare(self._llm)
         except ValueError as error:
-            self._fail(turn, LineError(job.line, str(error)))
+            self._rows.fail(turn, LineError(job.line, str(error)))
             return
         work = Work(turn, job, [None] * len(coming), len(coming))
         self._coming.extend((work, place, request) for place, request in enumerate(coming))
@@ -172,9 +162,9 @@ class Loop:
         try:
             row = result_row(work.job, work.outputs, self._model, self._llm)
         except LineError as error:
-            self._fail(work.turn, error)
+            self._rows.fail(work.turn, error)
             return
-        self._put(work.turn, row)
+        self._rows.put(work.turn, row)
         self._progress.add(work.num_tokens)
         if self._report is not None and work.job.embedding is None:
             self._report.add(work.job.line, work.outputs[0])
@@ -183,21 +173,4 @@ class Loop:
         """Fail a line once, of whose requests others may run."""
         if not work.has_failed:
             work.has_failed = True
-            self._fail(work.turn, error)
-
-    def _fail(self, turn: int, error: LineError) -> None:
-        self._put(turn, error_row(error))
-        self._progress.fail(error)
-        count = len(self._progress.errors)
-        if self._max_errors is not None and count > self._max_errors:
-            raise RuntimeError(f"max_errors={self._max_errors}: {count} lines have failed; {error}")
-
-    def _put(self, turn: int, row: Mapping[str, Any]) -> None:
-        """Write a row, or hold it back until all lines before have theirs."""
-        if not self._keep_order:
-            self._write(encode(row))
-            return
-        self._held[turn] = encode(row)
-        while self._turn in self._held:
-            self._write(self._held.pop(self._turn))
-            self._turn += 1
+            self._rows.fail(work.turn, error)

@@ -20,14 +20,23 @@ class Progress:
     errors: of the lines that have failed in this run
     """
 
-    def __init__(self, total: int | None) -> None:
+    def __init__(self, total: int | None, done: int = 0) -> None:
+        """done: lines that an earlier run has done, as `skip` counts others"""
         self.total = total
-        self.done = 0
+        self.done = done
         self.errors = Errors()
         self._is_terminal = is_terminal(sys.stderr)
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
-        self._start = self._next = time.monotonic()
         self._new = self._tokens = 0  # of this run
+        self._said: tuple[int, int] | None = (
+            None  # `done`, and the number of errors, when a line was last left to stand
+        )
+
+        self.start()
+
+    def start(self) -> None:
+        """Count seconds from here on: the LLM is ready."""
+        self._start = self._next = time.monotonic()
 
     def skip(self) -> None:
         """Count a line that an earlier run has done."""
@@ -47,6 +56,8 @@ class Progress:
     def show(self, is_last: bool = False) -> None:
         """Print a line if it is time for one; on a terminal, in the place of the line before.
 
+        Elsewhere, no line is printed twice: one that would say no other numbers of lines is left out.
+
         is_last: it is time, and a line of all errors follows, if there are some
         """
         now = time.monotonic()
@@ -55,7 +66,9 @@ class Progress:
         self._next = now + self._every
         if self._is_terminal:
             replace_line("" if is_last else str(self))
-        if is_last or not self._is_terminal:
+        counts = self.done, len(self.errors)
+        if counts != self._said and (is_last or not self._is_terminal):
+            self._said = counts
             say(self)
         if is_last and len(self.errors):
             say(self.errors)

@@ -26,7 +26,10 @@ class RowTexts:
 
 
 class Drafter(Protocol):
-    """Proposes tokens that may follow the rows' texts. A wrong guess costs time and changes no token."""
+    """Proposes tokens that may follow the rows' texts. A wrong guess costs time and changes no token.
+
+    Of several ranks, rank 0 alone asks it: the others take those guesses.
+    """
 
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
         """Return guesses for each row, [rows, most] int32, and how many there are, [rows] int32, on the texts' device.
@@ -35,3 +38,11 @@ class Drafter(Protocol):
         that is no token id ends its row's guesses.
         """
         ...
+
+
+class AtRankZero:
+    """Stands for a Drafter on the other ranks, which take rank 0's guesses: it may keep state, and needs no copies."""
+
+    def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
+        """Nobody asks it."""
+        raise AssertionError("rank 0 guesses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from nanoinfer.checks import check_choice, short
@@ -13,15 +14,18 @@ COMING = ("mtp",)  # named by others, and by those who ask
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
 
-def check_speculation(value: Any, draft_model: Any) -> str | Drafter | None:
+def check_speculation(value: Any, draft_model: Any, replicas: int = 1) -> str | Drafter | None:
     """Return "auto", "suffix", "draft", a Drafter or None; raises ValueError for anything else.
 
     draft_model: the option, which "draft" needs, and "auto" takes
+    replicas: that get copies of a Drafter, if there are several
     """
     if isinstance(value, str) and value in COMING:
         names = " or ".join(map(repr, KINDS))
         raise ValueError(f"speculation={value!r}: nanoinfer has no such drafter yet; {names} guesses")
     is_drafter = value is None or callable(getattr(value, "propose", None))
+    if isinstance(value, type) and is_drafter:
+        raise ValueError(f"speculation={short(value)}: must be an object of this class: {value.__name__}(...)")
     also = ", None, or an object with the method `propose` of a Drafter"
     speculation: str | Drafter | None = value if is_drafter else check_choice("speculation", value, KINDS, also)
     if speculation == DRAFT and draft_model is None:
@@ -33,7 +37,20 @@ def check_speculation(value: Any, draft_model: Any) -> str | Drafter | None:
         raise ValueError(
             f"draft_model={short(draft_model)}: must be left out, or speculation must be {DRAFT!r} or {AUTO!r}"
         )
+    if replicas > 1:
+        _check_copies(speculation, replicas)
     return speculation
+
+
+def _check_copies(drafter: object, replicas: int) -> None:
+    """Raise ValueError if a Drafter cannot be copied into the processes of replicas."""
+    try:
+        pickle.dumps(drafter)
+    except Exception as error:  # its own code may raise anything
+        raise ValueError(
+            f"speculation={short(drafter)}: must be an object that can be pickled, for each of"
+            f" data_parallel_size={replicas} replicas gets a copy: {error}"
+        ) from error
 
 
 def check_speculating(

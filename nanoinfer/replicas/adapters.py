@@ -26,6 +26,12 @@ class ReplicaAdapters(AnyAdapters):
         self._keeps = keeps
         self._kept: dict[str, tuple[AdapterConfig, list[tuple[Shape, bytes]]]] = {}
 
+    def check(self, source: AdapterSource) -> None:
+        """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
+        self._replicas.wait_for_one()
+        with self._replicas.without_newcomers():
+            self._read(source)
+
     def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write an adapter into all replicas, in place of one of the same name; returns its version.
 

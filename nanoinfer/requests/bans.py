@@ -41,13 +41,18 @@ def _spellings(name: str, word: str, encode: Encode) -> list[list[int]]:
 
 def _check_first_token(name: str, params: SamplingParams, config: Config, banned: set[int]) -> None:
     """Raise ValueError if settings leave no first token. A form may leave others, which only its grammar knows."""
+    vocab_size = config.description.vocab_size
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    stops = params.stop_token_ids or ()
     settings = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
     if banned:
         settings.append("bad_words")
     if params.min_tokens > 0 and not params.is_guided:
         settings.append("min_tokens")
-        banned = banned.union(params.stop_token_ids or (), () if params.ignore_eos else config.eos_token_ids)
-    vocab_size = config.description.vocab_size
-    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if not set(stops).isdisjoint(allowed):
+            settings.append("stop_token_ids")
+        banned = banned.union(stops, () if params.ignore_eos else config.eos_token_ids)
     if params.max_tokens != 0 and banned and banned.issuperset(allowed):
-        raise ValueError(f"{name}: {' and '.join(settings)} leave no token that may be drawn: allow more tokens")
+        *first, last = settings
+        told = f"{', '.join(first)} and {last}" if first else last
+        raise ValueError(f"{name}: {told} leave no token that may be drawn: allow more tokens")

@@ -16,6 +16,7 @@ from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
 from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.prefix_tree import NONE
 from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
@@ -122,13 +123,20 @@ class SearchesBeams(LoadsAdapters):
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            adapters = self._loras.load(self, lora_request)
-            prepared = self._inputs.check(prompts, _sampling_params(params), adapters).take()
+            loras = self._loras.check(self, lora_request, alone=True)
+            prepared = self._inputs.check(prompts, _sampling_params(params), loras.names).take()
+            for index, prompt in enumerate(prepared):
+                self._beams_of(index, prompt, rules, NONE)  # they must have room
+            self._loras.load(self, loras, {prompt.params.adapter for prompt in prepared})
             self._check_adapters(prompt.params for prompt in prepared)
         with self._turn(alone=True):
             self._check_adapters(prompt.params for prompt in prepared)  # another thread may have unloaded one
             with self.engine.alike():
-                searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
+                slot_of = cast(LLMEngine, self.engine).adapters.slot_of
+                searches = [
+                    self._beams_of(index, prompt, rules, slot_of(prompt.params.adapter))
+                    for index, prompt in enumerate(prepared)
+                ]
             self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
         return [
             self._beam_output(prompt, search.hypotheses, params)
@@ -166,11 +174,13 @@ class SearchesBeams(LoadsAdapters):
         """Return the tokens that end a beam."""
         return frozenset() if params.ignore_eos else self.config.eos_token_ids
 
-    def _beams_of(self, index: int, prompt: Prepared, rules: Rules) -> BeamSearch:
-        """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
+    def _beams_of(self, index: int, prompt: Prepared, rules: Rules, adapter: int) -> BeamSearch:
+        """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams.
+
+        adapter: the slot of its adapter
+        """
         stop_ids = self._stop_ids(rules.params)
         images = images_of(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
-        adapter = cast(LLMEngine, self.engine).adapters.slot_of(prompt.params.adapter)
         seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, 0, 0, images, adapter)
         search = BeamSearch(rules, seq)
         layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks

@@ -16,7 +16,7 @@ from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
 from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader, check_generates
 from nanoinfer.requests.text.spelling import whole_decoder
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import Texts, check_characters
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, take_media
@@ -137,6 +137,7 @@ class Inputs:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
         given = asked.prompt
         if isinstance(given, str) and isinstance(continuation, str):
+            check_characters(name, continuation)  # the two are tokenized together
             both = asked._replace(name=name, prompt=given + continuation)
             asked = asked._replace(prompt=given.rstrip())
             first = self._tokens_of(asked, self._see(asked))
@@ -257,6 +258,8 @@ class Inputs:
         if self._images is None or not any(asked.media):
             return None
         prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
+        if isinstance(prompt, str):
+            check_characters(asked.name, prompt)
         return self._images.begin(
             WithImages(asked.name, prompt, asked.media.images, not asked.is_chat, asked.media.videos)
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +69,20 @@ class Prophet:
         guesses = follows.where(self._right[self._step % len(self._right)], follows ^ 1)
         self._step += 1
         return guesses.int(), torch.full_like(rows.slots, most)
+
+
+class Moody:
+    """Guesses by the process that it is in and by how often it was asked. It has a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.num_calls, self._lock = 0, threading.Lock()
+
+    def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
+        with self._lock:
+            self.num_calls += 1
+        mood = random.Random(f"{os.getpid()} {self.num_calls}").randrange(VOCAB)
+        guesses = rows.slots[:, None] + torch.arange(mood, mood + most, device=rows.slots.device)
+        return (guesses % VOCAB).int(), (rows.slots + mood) % (most + 1)
 
 
 DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {  # of the texts that come out

@@ -16,6 +16,11 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.source import AdapterSource
 
+NO_SLOTS = (
+    "max_adapters=0: this LLM has no room for adapters; make it with max_adapters=1, or with as many as you want to"
+    " load at once"
+)
+
 
 class LoadedAdapter(NamedTuple):
     """An adapter that is loaded.
@@ -42,6 +47,10 @@ class AnyAdapters(ABC):
         self.loaded: dict[str, LoadedAdapter] = {}
 
     @abstractmethod
+    def check(self, source: AdapterSource) -> None:
+        """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
+
+    @abstractmethod
     def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write an adapter into its slot, in place of one of the same name; returns its version.
 
@@ -61,14 +70,12 @@ class AnyAdapters(ABC):
     def check_slots(self) -> None:
         """Raise RuntimeError if there can be no adapters."""
         if not self._most:
-            raise RuntimeError(
-                "max_adapters=0: this LLM has no room for adapters; make it with max_adapters=1, or with as many as you"
-                " want to load at once"
-            )
+            raise RuntimeError(NO_SLOTS)
 
     def check_is_loaded(self, name: str) -> None:
-        """Raise ValueError, with the names most like it, unless an adapter is loaded, and as check_slots does."""
-        self.check_slots()
+        """Raise ValueError, with the names most like it, unless an adapter is loaded."""
+        if not self._most:
+            raise ValueError(f"adapter={name!r}: {NO_SLOTS}")
         if name not in self.loaded:
             like = difflib.get_close_matches(name, self.loaded) or sorted(self.loaded)
             names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter loads one"
@@ -109,12 +116,17 @@ class Adapters(AnyAdapters):
     def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write an adapter into its slot, in place of one of the same name; returns its version."""
         self._ranks.note("load_adapter", source.name, in_flight)
+        with self._ranks.alike():
+            self._check_room(source.name)
         return self.write(source.name, self.read(source), begin)
 
+    def check(self, source: AdapterSource) -> None:
+        """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
+        self.read(source)
+
     def read(self, source: AdapterSource) -> Adapter:
-        """Check an adapter. Raises errors as `load` does."""
+        """Return what `write` takes. Raises ValueError for an adapter that the model does not fit."""
         with self._ranks.alike(), fresh_torch_state():
-            self._check_room(source.name)
             held = self._ranks.runner.holdings.adapters
             assert held is not None
             return held.reader.read(source)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_preparation_data
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoinfer.config import Config
+from nanoinfer.drafting.drafter import AtRankZero
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
 from nanoinfer.process.first_launch import started_for
@@ -78,6 +80,9 @@ class Workers:
     def begin(self, config: Config) -> None:
         """Let every worker build its model; raises WorkerError when one is dead."""
         self.check()
+        if not isinstance(config.speculation, str | None):
+            config = copy(config)
+            config.speculation = AtRankZero()
         self.sender.send(config, self.check)  # a worker may still import: the watcher knows how long that may take
 
     def close(self) -> None:

@@ -85,12 +85,16 @@ class AsyncLLMEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _add(self, request_id: str, prompt: Any, sampling_params: Any, lora_request: LoRARequest | None) -> int:
-        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        llm = self._llm
+        params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
         if lora_request is not None:
-            self._llm.llm_engine.add_lora(lora_request)
             params = params.clone()
             params.adapter = lora_request.lora_name
-        number = self._llm.add_request(prompt, params)
+        loras, coming = llm._loras.check(llm, lora_request), llm.prepare(prompt, params)
+        if loras.wanted:
+            llm._inputs.finish(coming)  # no adapter goes for a prompt that cannot work
+            llm._loras.load(llm, loras)
+        number = llm.add_request(coming)
         self._numbers[request_id], self._outputs[number] = number, None
         return number
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import closing
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
-from nanoinfer.requests.prompts import ComingRequest, Prepared
+from nanoinfer.requests.prompts import CallPrompts, ComingRequest, Prepared
 from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
@@ -26,7 +26,7 @@ from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOu
 from nanoinfer.requests.reading.pairs import Pairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.upkeep.adapters import LoadsAdapters
-from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
+from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
 
@@ -255,15 +255,28 @@ class ReadsTexts(LoadsAdapters):
             use_tqdm = check_use_tqdm(use_tqdm)
             if lora_request is not None:
                 check_none("adapter", adapter, "lora_request names adapters")
-            adapters = self._loras.load(self, lora_request) or check_adapter("adapter", adapter)
-            for name in set(adapters if isinstance(adapters, list) else [adapters]):
-                if name is not None:
-                    self.engine.adapters.check_is_loaded(name)
-            texts = texts_of(prompts, reading, self._inputs, adapters)
+            elif (adapter := check_adapter("adapter", adapter)) is not None:
+                self.engine.adapters.check_is_loaded(adapter)
+            loras = self._loras.check(self, lora_request, alone=not isinstance(prompts, Iterator))
+            texts = texts_of(prompts, reading, self._inputs, loras.names or adapter)
+            self._load_loras(loras, texts)
         if isinstance(prompts, Iterator):
             return Stream(self._stream_reads(texts, reading, use_tqdm))
         with no_full_collection():
             return list(self._stream_reads(texts, reading, use_tqdm))
+
+    def _load_loras(
+        self, loras: CallLoras, prompts: CallPrompts | SomeTexts, used: Collection[str | None] = ()
+    ) -> None:
+        """Load what a call asks for, whose prompts are checked; an error lets no thread go on with their images.
+
+        used: adapters that their settings name
+        """
+        try:
+            self._loras.load(self, loras, used)
+        except BaseException:
+            prompts.close()
+            raise
 
     def _stream_reads(
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm

@@ -13,7 +13,7 @@ from nanoinfer.pooling.read import Read
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import Texts, check_characters
 
 BEGIN = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
@@ -107,7 +107,8 @@ def check_documents(documents: object) -> list[Any]:
 
 
 def _check_text(name: str, text: object) -> str:
-    """Return a text; raises ValueError for what is none."""
+    """Return a text; raises ValueError for what is none, and for half a surrogate pair."""
     if not isinstance(text, str):
         raise ValueError(f"{name}={short(text, MOST_SHOWN)}: must be a string")
+    check_characters(name, text)
     return text

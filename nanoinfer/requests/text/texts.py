@@ -13,6 +13,19 @@ if TYPE_CHECKING:
 MOST_SHOWN = 60  # characters of a text in an error message
 
 
+def check_characters(name: str, text: str) -> None:
+    """Raise ValueError for half a surrogate pair, which no tokenizer takes; name: begins the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place, half = error.start, text[error.start]
+        raise ValueError(
+            f"{name} is {short(text, MOST_SHOWN)}: must have no half of a surrogate pair, as {half!r} at [{place}] is;"
+            " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') joins halves that belong together, and"
+            " replaces others"
+        ) from None
+
+
 class Texts:
     """Makes tokens of texts. Raises ValueError for what a tokenizer cannot do, or for want of one.
 
@@ -29,10 +42,8 @@ class Texts:
         """Return the tokens of a text; name: begins the messages of errors."""
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self._model!r} has no tokenizer: pass a list of token ids")
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:  # the text has half a surrogate pair, for one
-            raise ValueError(f"{name} is {short(text, MOST_SHOWN)}: the tokenizer does not take it") from None
+        check_characters(name, text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer, which `name` needs."""

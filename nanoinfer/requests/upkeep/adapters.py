@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.turns import TakesTurns
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.weights.adapters.source import open_adapter
+from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 
 
 class LoadsAdapters(TakesTurns):
@@ -54,9 +54,25 @@ class LoadsAdapters(TakesTurns):
             name = _check_name(name)
             begin = self._requests.before_new_weights(in_flight, name)
             opened = open_adapter(name, source, config, alpha)
+        return self._load_opened(opened, in_flight, begin)
+
+    def _load_opened(self, opened: AdapterSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+        """Load an adapter that open_adapter has returned."""
         with self._turn():
             self.engine.check_writable()
             return self.engine.adapters.load(opened, in_flight, begin)
+
+    def _open_checked(self, name: str, folder: str, alone: bool) -> AdapterSource:
+        """Return the adapter of a folder. Raises errors as load_adapter does, but for want of room; nothing changes.
+
+        alone: as for _turn
+        """
+        self.engine.check_writable()
+        with self.engine.alike():
+            opened = open_adapter(name, folder)
+        with self._turn(alone):
+            self.engine.adapters.check(opened)
+        return opened
 
     @hints_for("unload_adapter")
     def unload_adapter(self, name: str) -> None:
@@ -85,7 +101,7 @@ class LoadsAdapters(TakesTurns):
         return dict(self.engine.adapters.loaded)
 
     def _check_adapters(self, settings: Iterable[SamplingParams]) -> None:
-        """Raise ValueError for prompts' settings whose adapter is not loaded; RuntimeError if none can be."""
+        """Raise ValueError for prompts' settings whose adapter is not loaded."""
         with self.engine.alike():
             for params in settings:
                 if params.adapter is not None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from nanoinfer.checks import as_list, check_flag, check_int, short
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.adapters import LoadedAdapter
+from nanoinfer.engine.ranks.adapters import NO_SLOTS, LoadedAdapter
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.interface import SomeRequests
+from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
 from nanoinfer.requests.settings import AdapterNames
+from nanoinfer.weights.adapters.source import AdapterSource
 
 
 @hints_for("LoRARequest")
@@ -28,7 +30,7 @@ class LoRARequest:
     lora_name: the adapter's name, as in SamplingParams(adapter=...)
     lora_int_id: its number, at least 1, as llm.llm_engine.list_loras() tells it
     lora_path: its folder, or a Hub id
-    load_inplace: True: the LLM reads the folder anew in each call
+    load_inplace: True: the LLM reads the folder anew in each call. Requests that differ in it alone are equal
 
     Raises a ValueError that names the argument and its value, if it cannot be one.
     """
@@ -36,7 +38,7 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str
-    load_inplace: bool = False
+    load_inplace: bool = field(default=False, compare=False)  # it says how to load an adapter, not which one
 
     def __post_init__(self) -> None:
         checked = vars(self)
@@ -57,6 +59,7 @@ class Adaptable(Protocol):
     """The part of an LLM that loads adapters."""
 
     config: Config
+    engine: AnyEngine
     _requests: SomeRequests
 
     @property
@@ -64,7 +67,11 @@ class Adaptable(Protocol):
         """Those that are loaded, by name."""
         ...
 
-    def load_adapter(self, name: str, source: str) -> int:
+    def _open_checked(self, name: str, folder: str, alone: bool) -> AdapterSource:
+        """Return one that could be loaded."""
+        ...
+
+    def _load_opened(self, opened: AdapterSource, in_flight: Fate, begin: Callable[[], None]) -> int:
         """Load one, or replace it."""
         ...
 
@@ -86,8 +93,12 @@ def _listed(given: GivenLora) -> list[LoRARequest | None]:
 def _by_name(asked: list[LoRARequest | None]) -> dict[str, LoRARequest]:
     wanted: dict[str, LoRARequest] = {}
     for one in asked:
-        if one is not None and wanted.setdefault(one.lora_name, one) != one:
+        if one is None:
+            continue
+        if wanted.setdefault(one.lora_name, one) != one:
             raise ValueError(f"lora_request has {one} and {wanted[one.lora_name]}: must be one of this name")
+        if one.load_inplace:
+            wanted[one.lora_name] = one
     return wanted
 
 
@@ -99,64 +110,119 @@ class Brought(NamedTuple):
     is_pinned: bool = False
 
 
+class CallLoras(NamedTuple):
+    """What a call asks for by LoRARequests, when it is checked and before it is loaded.
+
+    names: of the adapters
+    wanted: by name
+    opened: by name; the others are loaded already
+    """
+
+    names: AdapterNames = None
+    wanted: Mapping[str, LoRARequest] = MappingProxyType({})
+    opened: Mapping[str, AdapterSource] = MappingProxyType({})
+
+
 class LoRARequests:
     """Knows which adapters of an LLM came by LoRARequests, and which was last used."""
 
     def __init__(self) -> None:
         self._brought: dict[str, Brought] = {}  # by name, the least recently used one first
 
-    def load(self, llm: Adaptable, given: GivenLora) -> AdapterNames:
-        """Load what a call asks for, unless it is there; returns the names. Raises ValueError for what cannot be."""
+    def check(self, llm: Adaptable, given: GivenLora, alone: bool = False) -> CallLoras:
+        """Check what a call asks for. Raises ValueError for what cannot be; no adapter comes or goes.
+
+        alone: raise RuntimeError while requests of add_request have not ended
+        """
         if given is None:
-            return None
+            return CallLoras()
         asked = _listed(given)
         wanted = _by_name(asked)
-        if len(wanted) > llm.config.max_adapters > 0:
+        most = llm.config.max_adapters
+        if wanted and not most:
+            raise ValueError(f"lora_request={short(given)}: {NO_SLOTS}")
+        if len(wanted) > most:
             raise ValueError(
-                f"lora_request has {len(wanted)} adapters, and max_adapters={llm.config.max_adapters}: one call must"
-                f" name at most so many; make the LLM with max_adapters={len(wanted)}"
+                f"lora_request has {len(wanted)} adapters, and max_adapters={most}: one call must name at most so many;"
+                f" make the LLM with max_adapters={len(wanted)}"
             )
         self._settle(llm)
-        for one in wanted.values():
-            self._load(llm, one, wanted)
+        new = {name: one.lora_path for name, one in wanted.items() if not self._is_there(llm, one)}
         names = [None if one is None else one.lora_name for one in asked]
-        return names[0] if isinstance(given, LoRARequest) else names
+        call = CallLoras(
+            names[0] if isinstance(given, LoRARequest) else names,
+            wanted,
+            {name: llm._open_checked(name, folder, alone) for name, folder in new.items()},
+        )
+        self._find_leaving(llm, call, ())
+        return call
+
+    def load(self, llm: Adaptable, call: CallLoras, used: Collection[str | None] = ()) -> None:
+        """Load what a call asks for, and unload others to make room. Raises ValueError if there can be none.
+
+        used: adapters that the call names otherwise
+        """
+        if not call.wanted:
+            return
+        for name in used:
+            if name is not None and name not in call.wanted:
+                llm.engine.adapters.check_is_loaded(name)
+        self._settle(llm)
+        for name in self._find_leaving(llm, call, used):
+            llm.unload_adapter(name)
+            del self._brought[name]
+        for name, wanted in call.wanted.items():
+            self._load(llm, wanted, call.opened.get(name))
 
     def _settle(self, llm: Adaptable) -> None:
         """Forget what somebody has replaced or unloaded since."""
         there = llm.adapters
         self._brought = {name: brought for name, brought in self._brought.items() if there.get(name) is brought.loaded}
 
-    def _load(self, llm: Adaptable, wanted: LoRARequest, beside: Mapping[str, LoRARequest]) -> None:
-        """Load one, unless it is there. beside: those that the call needs"""
+    def _is_there(self, llm: Adaptable, wanted: LoRARequest) -> bool:
+        """Return whether one need not be loaded. Raises ValueError if another one has its name."""
         name = wanted.lora_name
-        known, before = self._brought.get(name), llm.adapters.get(name)
-        if known is None and before is not None:
+        known = self._brought.get(name)
+        if known is None and name in llm.adapters:
             raise ValueError(
                 f"lora_request={wanted}: llm.load_adapter has loaded an adapter of this name; write"
                 f" SamplingParams(adapter={name!r}), or take another name"
             )
-        if known is None:
-            self._make_room(llm, beside)
-        is_there = known is not None and known.request == wanted and not wanted.load_inplace
+        return known is not None and known.request == wanted and not wanted.load_inplace
+
+    def _find_leaving(self, llm: Adaptable, call: CallLoras, used: Collection[str | None]) -> list[str]:
+        """Return which adapters go to make room for a call's, the least recently used ones that may.
+
+        Raises ValueError if these are too few. used: as for `load`
+        """
+        there, most = llm.adapters, llm.config.max_adapters
+        coming = [name for name in call.wanted if name not in there]
+        count = max(0, len(there) + len(coming) - most)
+        idle = [
+            name
+            for name, brought in self._brought.items()
+            if not (name in call.wanted or name in used or brought.is_pinned or llm._requests.of_adapter(name))
+        ]
+        if count > len(idle):
+            staying = ", ".join(repr(name) for name in there if name not in idle)
+            raise ValueError(
+                f"lora_request names {', '.join(map(repr, coming))}: max_adapters={most}, and these must stay:"
+                f" {staying}; llm.unload_adapter(name) makes room"
+            )
+        return idle[:count]
+
+    def _load(self, llm: Adaptable, wanted: LoRARequest, opened: AdapterSource | None) -> None:
+        """Load one, and note that it was used. opened: None: it is there"""
+        name = wanted.lora_name
+        known, before = self._brought.get(name), llm.adapters.get(name)
         try:
-            if not is_there:
-                llm.load_adapter(name, wanted.lora_path)
+            if opened is not None:
+                llm._load_opened(opened, "recompute", llm._requests.before_new_weights("recompute", name))
         finally:  # an interrupt may come when it is loaded
             loaded = llm.adapters.get(name)
-            if loaded is not None and (is_there or loaded is not before):
+            if loaded is not None and (opened is None or loaded is not before):
                 self._brought.pop(name, None)
                 self._brought[name] = Brought(wanted, loaded, known is not None and known.is_pinned)
-
-    def _make_room(self, llm: Adaptable, kept: Mapping[str, LoRARequest]) -> None:
-        """Unload the least recently used adapter if there is no room, and one may go. kept: those that may not"""
-        if len(llm.adapters) < llm.config.max_adapters:
-            return
-        for name, brought in self._brought.items():
-            if not (name in kept or brought.is_pinned or llm._requests.of_adapter(name)):
-                llm.unload_adapter(name)
-                del self._brought[name]
-                return
 
     def numbers(self, llm: Adaptable) -> set[int]:
         """Return the numbers of the adapters that are loaded."""

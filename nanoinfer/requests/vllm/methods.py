@@ -114,7 +114,8 @@ class EngineNames:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, and not when a request first names it; returns True. Raises as load_adapter does."""
-        return self._loras.load(self._llm, lora_request) is not None
+        self._loras.load(self._llm, self._loras.check(self._llm, lora_request))
+        return lora_request is not None
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload the adapter of a lora_int_id; returns whether there was one."""

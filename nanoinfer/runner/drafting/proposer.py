@@ -1,4 +1,4 @@
-"""Proposer: what gives a verifying step its guesses; and the one that asks a Drafter."""
+"""Proposer: what gives a verifying step its guesses; and those that ask a Drafter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanoinfer.checks import short
 from nanoinfer.drafting.drafter import Drafter, RowTexts
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts
+
+MOST_SHOWN = 60  # characters of a value in an error message
+
+Form = tuple[torch.dtype, tuple[int, ...], torch.device]  # of a tensor
 
 
 class Proposer(Protocol):
@@ -30,20 +36,49 @@ class TextProposer:
         self._drafter, self._texts, self._rows, self._most = drafter, texts, rows, most
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
-        """Propose what the Drafter does. Raises ValueError if its tensors have another form than Drafter says."""
+        """Propose what the Drafter does. Raises ValueError if that is not what Drafter says."""
         texts, slots = self._texts, self._rows.texts[:num_rows]
         own = RowTexts(texts.tokens, texts.lengths, texts.members, slots, self._rows.groups[:num_rows])
-        proposed, counts = self._drafter.propose(own, self._most)
-        _check("guesses", proposed, (num_rows, self._most), slots.device)
-        _check("counts", counts, (num_rows,), slots.device)
+        told = self._drafter.propose(own, self._most)
+        forms = (torch.int32, (num_rows, self._most), slots.device), (torch.int32, (num_rows,), slots.device)
+        _check(f"{type(self._drafter).__name__}.propose", told, dict(zip(("guesses", "counts"), forms, strict=True)))
+        proposed, counts = told
         return proposed, counts
 
 
-def _check(name: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    form = numbers.dtype, tuple(numbers.shape), numbers.device.type
-    if form != (asked := (torch.int32, shape, device.type)):
-        raise ValueError(f"speculation: `propose` must return {name} of {_told(*asked)}, not of {_told(*form)}")
+class OneForAll:
+    """The Proposer of several ranks that guesses on rank 0 alone, and lets the others know.
+
+    A user's Drafter may remember, or toss coins. Copies of it would soon guess otherwise, and ranks must verify alike.
+    """
+
+    def __init__(self, own: Proposer, tp: TensorParallel, device: torch.device, most: int) -> None:
+        """own: rank 0's is asked; most: guesses of a row"""
+        self._own, self._tp, self._device, self._most = own, tp, device, most
+
+    def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
+        """Propose what rank 0's own Proposer does."""
+        if self._tp.rank == 0:
+            proposed, counts = self._own.propose(num_rows, guesses)
+            told = torch.cat([proposed, counts[:, None]], dim=1)
+        else:
+            told = torch.zeros((num_rows, self._most + 1), dtype=torch.int32, device=self._device)
+        of_rank_0 = self._tp.all_gather(told)[0]
+        return of_rank_0[:, :-1], of_rank_0[:, -1]
 
 
-def _told(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> str:
+def _check(name: str, told: object, asked: dict[str, Form]) -> None:
+    """Raise ValueError unless a Drafter has returned tensors of these forms. name: of its method"""
+    if not isinstance(told, (tuple, list)) or len(told) != len(asked):
+        wanted = " and ".join(f"{noun} of {_told(form)}" for noun, form in asked.items())
+        raise ValueError(f"speculation: {name} must return {wanted}, not {short(told, MOST_SHOWN)}")
+    for (noun, form), numbers in zip(asked.items(), told, strict=True):
+        found = (numbers.dtype, tuple(numbers.shape), numbers.device) if isinstance(numbers, Tensor) else None
+        if found != form:
+            what = short(numbers, MOST_SHOWN) if found is None else f"of {_told(found)}"
+            raise ValueError(f"speculation: {name} must return {noun} of {_told(form)}, not {what}")
+
+
+def _told(form: Form) -> str:
+    dtype, shape, device = form
     return f"{dtype} and shape {list(shape)} on {device}"

@@ -17,7 +17,7 @@ from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_steps import DraftSteps
-from nanoinfer.runner.drafting.proposer import Proposer, TextProposer
+from nanoinfer.runner.drafting.proposer import OneForAll, Proposer, TextProposer
 from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
 from nanoinfer.runner.logits.lines import Drawn
@@ -51,14 +51,20 @@ class Verifier:
         self.draft = None
         if config.draft is not None:
             self.draft = DraftSteps(config, tp, batch, rows, self.texts, holdings)
-        asked = config.speculation
-        drafter: Drafter = SuffixDrafter() if asked is None or isinstance(asked, str) else asked
-        self._proposer: Proposer = self.draft or TextProposer(drafter, self.texts, rows, self._most)
+        self._proposer: Proposer = self.draft or self._text_proposer(config.speculation, tp)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
         # "external": a graph that records it lets it come in each replay, for those outside.
         self.packed = torch.cuda.Event(external=True) if device.type == "cuda" else None
+
+    def _text_proposer(self, asked: str | Drafter | None, tp: TensorParallel) -> Proposer:
+        """Return the Proposer of the option `speculation`, which reads texts."""
+        rows, most = self._rows, self._most
+        if asked is None or isinstance(asked, str):
+            return TextProposer(SuffixDrafter(), self.texts, rows, most)
+        own = TextProposer(asked, self.texts, rows, most)
+        return own if tp.size == 1 else OneForAll(own, tp, self._batch.device, most)
 
     def update(self, message: StepMessage) -> None:
         """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
