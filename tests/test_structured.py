@@ -531,6 +531,6 @@ class TestErrors:
             make_llm(make_qwen3()).generate([[30]], guided(), use_tqdm=False)
 
     def test_without_the_extra(self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "llguidance.hf", None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
         with pytest.raises(ValueError, match=r"needs the llguidance package: pip install 'nanoinfer\[structured\]'"):
             generate(make_llm(), guided())
