@@ -71,7 +71,7 @@ class Grammars:
         self._num_tokens = max(known, vocab_size)  # a model may have more tokens than its tokenizer, or fewer
         self._eos_token_ids = frozenset(eos_token_ids)
         convert = partial(_convert, tokenizer, self._num_tokens, self._eos_token_ids, spell)
-        self._tokenizer = lru_cache(convert)  # one where every added token is named, and one where it is not
+        self._tokenizer = lru_cache(convert)  # one for grammars that name tokens, and one for the others
         self._locks = itertools.count()
         self._compile = lru_cache(MOST_KEPT)(self._grammar)
 
@@ -89,11 +89,9 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
-        if kind == "grammar":
-            wanted = _as_lark(wanted)
-        names_tokens = kind == "grammar" and any(found[1] for found in LARK.finditer(wanted))
+        rules, has_names = _rules(kind, wanted)
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer(names_tokens), _rules(kind, wanted), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer(has_names), rules, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(error_of(matcher))
         matcher.compute_bitmask()
@@ -107,18 +105,24 @@ def error_of(matcher: LLMatcher) -> str:
     return matcher.get_error().removesuffix("<non-verbose/>").strip()
 
 
-def _rules(kind: str, wanted: Any) -> str:
-    """Return the grammar as llguidance writes it."""
+def names_tokens(lark: str) -> bool:
+    """Whether a grammar in Lark asks for tokens by their names, such as <tool_call>."""
+    return any(found[1] for found in LARK.finditer(lark))
+
+
+def _rules(kind: str, wanted: Any) -> tuple[str, bool]:
+    """Return the grammar as llguidance writes it, and whether it names tokens."""
     from llguidance import LLMatcher
 
     if kind in ("json", "json_object"):
         schema = wanted if kind == "json" else ANY_OBJECT
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE})
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE}), False
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(wanted)
+        return LLMatcher.grammar_from_regex(wanted), False
     if kind == "choice":  # a name in capitals is one regular expression, which may have any number of branches
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted)))
-    return LLMatcher.grammar_from_lark(wanted)
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted))), False
+    lark = _as_lark(wanted)
+    return LLMatcher.grammar_from_lark(lark), names_tokens(lark)
 
 
 def _as_lark(grammar: str) -> str:
@@ -131,9 +135,9 @@ def _as_lark(grammar: str) -> str:
 
 
 def _convert(
-    tokenizer: PreTrainedTokenizerBase, num_tokens: int, eos_token_ids: frozenset[int], spell: Spell, names_all: bool
+    tokenizer: PreTrainedTokenizerBase, num_tokens: int, eos_token_ids: frozenset[int], spell: Spell, has_names: bool
 ) -> LLTokenizer:
-    from llguidance import LLTokenizer
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-    tokens = GrammarTokens(tokenizer.backend_tokenizer, num_tokens, eos_token_ids, spell, names_all)
-    return LLTokenizer(tokens, eos_token=sorted(eos_token_ids) or None, slices=SLICES)
+    tokens = GrammarTokens(tokenizer.backend_tokenizer, num_tokens, eos_token_ids, spell, has_names)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(eos_token_ids) or None, slices=SLICES)

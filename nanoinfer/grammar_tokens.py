@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Spell = Callable[[int], bytes]
 
-NAMED = b"\xff"  # stands before a named token's name
+NOTHING = b""  # never allowed
 NO_TOKEN = 2**32 - 1
 
 # llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
@@ -22,42 +22,44 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PIECE}{{1,{most}}}" for most in (1, 2, 4,
 
 
 class GrammarTokens:
-    """A tokenizer as llguidance reads one, which looks for attributes of these names.
+    """A tokenizer as llguidance's TokenizerWrapper takes one, with attributes of these names.
 
     Where only one text may follow, llguidance takes the tokens that the tokenizer makes of it. To llguidance, a token
-    is either text or named, and a text of a named token would leave none. Tokens that an output does not show, and ends
-    of sequence, are named: other tokens spell their text. Added tokens that are shown, such as <tool_call> of Qwen, are
-    text: models have learned to write it with them. In a grammar that names tokens, they are named, too.
+    is a text or has a name. Where the tokenizer makes a token with a name of a text, none is left. So there are two
+    readings:
+    - For forms that name no token, an added token is the text that an output shows of it. Models have learned to write
+      <tool_call> with one where they know it. What an output does not show, and what ends it, is no text: the letters
+      of <|im_end|> are spelled by other tokens.
+    - For a grammar that names tokens, each added token has its name, and other tokens spell every text.
     """
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(
-        self, tokenizer: Tokenizer, num_tokens: int, eos_token_ids: Collection[int], spell: Spell, names_all: bool
+        self, tokenizer: Tokenizer, num_tokens: int, eos_token_ids: frozenset[int], spell: Spell, has_names: bool
     ) -> None:
-        """num_tokens: the number of tokens; eos_token_ids: those that may end a text, perhaps none
+        """num_tokens: ids from there on are not read; eos_token_ids: those that may end a text, perhaps none
 
-        spell: returns the bytes that an output shows of a token; names_all: every added token is named
+        spell: returns the bytes that an output shows of a token; has_names: added tokens have names
 
         Raises ValueError for a tokenizer whose tokens are not made of bytes.
         """
-        added = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        shown = {token_id: spell(token_id) for token_id in added}
-        named = {token_id for token_id in added if names_all or not shown[token_id]}.union(eos_token_ids)
-        spelling = [token_id for token_id in added if token_id not in named and shown[token_id] == added[token_id]]
-        without_named = _read(_written(tokenizer, spelling), num_tokens)
+        names = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        shown = {token_id: spell(token_id) for token_id in names if token_id not in eos_token_ids}
+        added = names if has_names else shown
+        spelling = [token_id for token_id, text in shown.items() if text == names[token_id] and not has_names]
+        ordinary = _read(_written(tokenizer, spelling), num_tokens)
+        # To llguidance, ids without a token have names, too, and the token of byte 255, with which names begin.
+        has_name, bytes_of = ordinary.is_special_token, ordinary.decode_bytes
+        self.tokens = [NOTHING if has_name(token_id) else bytes_of([token_id]) for token_id in range(num_tokens)]
+        for token_id in names.keys() | eos_token_ids:
+            self.tokens[token_id] = added.get(token_id, NOTHING)
+        self.special_token_ids = sorted(names) if has_names else []
         self.eos_token_id = min(eos_token_ids, default=NO_TOKEN)
-        self.special_token_ids = sorted(named)
-        # llguidance takes the token of that byte for a named one.
-        is_named, bytes_of = without_named.is_special_token, without_named.decode_bytes
-        self.tokens = [NAMED if is_named(token_id) else bytes_of([token_id]) for token_id in range(num_tokens)]
-        for token_id, content in added.items():
-            self.tokens[token_id] = content if token_id in named else shown[token_id]
-        self._tokenize = without_named.tokenize_str
+        self._tokenize = ordinary.tokenize_bytes
 
-    def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands behind others."""
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the tokens of a text that stands behind others, in UTF-8."""
         return self._tokenize(text)
 
 
