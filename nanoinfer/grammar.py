@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.grammar_errors import explain
 from nanoinfer.grammar_tokens import SLICES, GrammarTokens, Spell
 from nanoinfer.structured_outputs import ANY_OBJECT
 
@@ -92,17 +93,17 @@ class Grammars:
         rules, has_names = _rules(kind, wanted)
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._tokenizer(has_names), rules, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(error_of(matcher))
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"no token can begin its text: {error_of(matcher)}")
+            is_lark = kind == "grammar" and "::=" not in wanted  # GBNF becomes Lark of other lines
+            raise ValueError(f"{kind!r}: {error_of(matcher, has_lines=is_lark)}")
         return matcher
 
 
-def error_of(matcher: LLMatcher) -> str:
-    """Return what is wrong with a matcher or its grammar; "" if nothing is."""
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+def error_of(matcher: LLMatcher, has_lines: bool = False) -> str:
+    """Return what is wrong with a matcher or its grammar, and what would work; has_lines: see `explain`."""
+    return explain(matcher.get_error().removesuffix("<non-verbose/>").strip(), has_lines)
 
 
 def names_tokens(lark: str) -> bool:
@@ -131,7 +132,7 @@ def _as_lark(grammar: str) -> str:
     try:
         return any_to_lark(grammar)
     except Exception as error:  # the conversion raises Exception itself
-        raise ValueError(str(error)) from error
+        raise ValueError(f"'grammar': {explain(str(error))}") from error
 
 
 def _convert(
