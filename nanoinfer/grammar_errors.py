@@ -46,7 +46,7 @@ OF_SCHEMAS = {
     r"invalid type: .*?`(.*?)`, expected (.*)": r'"x-guidance" has \1: must be \2',
 }
 OF_EXPRESSIONS = {
-    r".*look-?around.*": r"there are no look-arounds, such as (?=a), (?<!a) and \\b: write it without",
+    r".*look-?around.*": r"there are no look-arounds, such as (?=a), (?<!a), \\b and a ^ or $ within: write it without",
     r"backreferences are not supported": r"there are no backreferences, such as \\1: write the group again",
 }
 OF_LARK = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ Spell = Callable[[int], bytes]
 
 NOTHING = b""  # never allowed
 NO_TOKEN = 2**32 - 1
+MOST_KEPT = 4096  # texts, as tokens
 
 # llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
 # strings of bounded length take two thirds of the time that they take with llguidance's own two.
@@ -56,7 +58,8 @@ class GrammarTokens:
             self.tokens[token_id] = added.get(token_id, NOTHING)
         self.special_token_ids = sorted(names) if has_names else []
         self.eos_token_id = min(eos_token_ids, default=NO_TOKEN)
-        self._tokenize = ordinary.tokenize_bytes
+        # The threads that make masks wait for Python's lock here, and rows of one form ask for the same texts.
+        self._tokenize = lru_cache(MOST_KEPT)(ordinary.tokenize_bytes)
 
     def __call__(self, text: bytes) -> list[int]:
         """Return the tokens of a text that stands behind others, in UTF-8."""

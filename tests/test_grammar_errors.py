@@ -63,7 +63,10 @@ SCHEMAS = [
     ({"$ref": "http://example.com/x"}, '"http://example.com/x" is not in the schema, and nothing is fetched: write it'),
     ({"items": 5}, "each schema in it must be an object, true or false"),
     ({"type": "string", "pattern": "(a"}, '"(a" is no regular expression of Rust\'s syntax: unclosed group'),
-    ({"type": "string", "pattern": r"\bfoo"}, "there are no look-arounds, such as (?=a), (?<!a) and \\b: write it"),
+    (
+        {"type": "string", "pattern": r"\bfoo"},
+        "there are no look-arounds, such as (?=a), (?<!a), \\b and a ^ or $ within: write",
+    ),
     ({"x-guidance": {"nope": 1}}, '"nope" must be one of item_separator, key_separator, '),
     ({"x-guidance": {"whitespace_pattern": 5}}, '"x-guidance" has 5: must be a string'),
 ]

@@ -66,7 +66,7 @@ class Matchers:
     def __init__(self) -> None:
         self._followed: dict[Sequence, Followed] = {}
         self._num_words = 0  # of a mask
-        self._executor: LLExecutor | None = None  # its threads make masks side by side, without Python's lock
+        self._executor: LLExecutor | None = None  # its threads make masks side by side, mostly without Python's lock
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
