@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.grammar_errors import explain
+from nanoinfer.grammar_tokens import SLICES, GrammarTokens, Spell
 from nanoinfer.structured_outputs import ANY_OBJECT
 
 if TYPE_CHECKING:
@@ -21,10 +23,8 @@ NUM_THREADS = min(4, os.cpu_count() or 1)  # that make masks
 COPIES = 8  # of a compiled matcher, before another is compiled
 # Between the tokens of JSON: without a bound, a model that likes white space may never come to an end.
 SPACE = "[ ]?"
-# llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
-# strings of bounded length take two thirds of the time that they take with llguidance's own two.
-PIECE = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PIECE}{{1,{most}}}" for most in (1, 2, 4, 8, 14, 30)), f"{PIECE}+"]
+# What stands in a Lark grammar: strings, regular expressions and comments, which may hold anything; names of tokens.
+LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|(<[^<>\s]+>)')
 
 
 class Grammar:
@@ -37,13 +37,19 @@ class Grammar:
     eos_token_ids: the tokens that a mask allows where the text may end
     """
 
-    def __init__(self, compile_anew: Callable[[], LLMatcher], locks: Iterator[int], tokenizer: LLTokenizer) -> None:
+    def __init__(
+        self,
+        compile_anew: Callable[[], LLMatcher],
+        locks: Iterator[int],
+        num_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
         """locks: numbers, of which each compiled matcher takes the next; raises as compile_anew does."""
         self._compile_anew, self._locks = compile_anew, locks
         self._compiled = [(compile_anew(), next(locks))]
         self._num_copies = 0
-        self.num_words = -(-tokenizer.vocab_size // 32)
-        self.eos_token_ids = frozenset(tokenizer.eos_tokens)
+        self.num_words = -(-num_tokens // 32)
+        self.eos_token_ids = eos_token_ids
 
     def matcher(self) -> tuple[LLMatcher, int]:
         """Return a matcher that has read nothing, and the number of its lock."""
@@ -58,9 +64,15 @@ class Grammar:
 class Grammars:
     """Compiles structured outputs, each value once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """vocab_size: the model's; eos_token_ids: the model's, or none: then the tokenizer's own."""
-        self._tokenizer = _convert(tokenizer, vocab_size, eos_token_ids)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int], spell: Spell
+    ) -> None:
+        """vocab_size, eos_token_ids: the model's; spell: returns the bytes that an output shows of a token."""
+        known = 1 + max(tokenizer.get_vocab().values())
+        self._num_tokens = max(known, vocab_size)  # a model may have more tokens than its tokenizer, or fewer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        convert = partial(_convert, tokenizer, self._num_tokens, self._eos_token_ids, spell)
+        self._tokenizer = lru_cache(convert)  # one for grammars that name tokens, and one for the others
         self._locks = itertools.count()
         self._compile = lru_cache(MOST_KEPT)(self._grammar)
 
@@ -70,64 +82,63 @@ class Grammars:
         return self._compile(kind, wanted)
 
     def _grammar(self, kind: str, wanted: Any) -> Grammar:
-        return Grammar(partial(self._compile_anew, kind, wanted), self._locks, self._tokenizer)
+        compile_anew = partial(self._compile_anew, kind, wanted)
+        return Grammar(compile_anew, self._locks, self._num_tokens, self._eos_token_ids)
 
     def _compile_anew(self, kind: str, wanted: Any) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
+        rules, has_names = _rules(kind, wanted)
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, _rules(kind, wanted), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer(has_names), rules, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(error_of(matcher))
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"no token can begin its text: {error_of(matcher)}")
+            is_lark = kind == "grammar" and "::=" not in wanted  # GBNF becomes Lark of other lines
+            raise ValueError(f"{kind!r}: {error_of(matcher, has_lines=is_lark)}")
         return matcher
 
 
-def error_of(matcher: LLMatcher) -> str:
-    """Return what is wrong with a matcher or its grammar; "" if nothing is."""
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+def error_of(matcher: LLMatcher, has_lines: bool = False) -> str:
+    """Return what is wrong with a matcher or its grammar, and what would work; has_lines: see `explain`."""
+    return explain(matcher.get_error().removesuffix("<non-verbose/>").strip(), has_lines)
 
 
-def _rules(kind: str, wanted: Any) -> str:
-    """Return the grammar as llguidance writes it."""
+def names_tokens(lark: str) -> bool:
+    """Whether a grammar in Lark asks for tokens by their names, such as <tool_call>."""
+    return any(found[1] for found in LARK.finditer(lark))
+
+
+def _rules(kind: str, wanted: Any) -> tuple[str, bool]:
+    """Return the grammar as llguidance writes it, and whether it names tokens."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     if kind in ("json", "json_object"):
         schema = wanted if kind == "json" else ANY_OBJECT
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE})
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE}), False
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(wanted)
+        return LLMatcher.grammar_from_regex(wanted), False
     if kind == "choice":  # a name in capitals is one regular expression, which may have any number of branches
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted)))
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted))), False
+    lark = _as_lark(wanted)
+    return LLMatcher.grammar_from_lark(lark), names_tokens(lark)
+
+
+def _as_lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(wanted))
+        return any_to_lark(grammar)
     except Exception as error:  # the conversion raises Exception itself
-        raise ValueError(str(error)) from error
+        raise ValueError(f"'grammar': {explain(str(error))}") from error
 
 
-def _convert(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    try:
-        from llguidance.hf import from_tokenizer
-    except ImportError as error:
-        raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
-    known = 1 + max(tokenizer.get_vocab().values())
-    # A model may have more tokens than its tokenizer, or fewer.
-    return from_tokenizer(_readable(tokenizer), max(known, vocab_size), sorted(eos_token_ids) or None, SLICES)
+def _convert(
+    tokenizer: PreTrainedTokenizerBase, num_tokens: int, eos_token_ids: frozenset[int], spell: Spell, has_names: bool
+) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
 
-
-def _readable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a decoder that llguidance knows: it takes Metaspace's spaces for a letter."""
-    from tokenizers import decoders
-
-    backend = tokenizer.backend_tokenizer
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    for step in decoder.get("decoders", [decoder]):
-        if step.get("type") == "Metaspace":
-            spaces = decoders.Replace(step["replacement"], " ")
-            tokenizer = copy(tokenizer)
-            tokenizer._tokenizer = copy(backend)
-            tokenizer._tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
+    tokens = GrammarTokens(tokenizer.backend_tokenizer, num_tokens, eos_token_ids, spell, has_names)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(eos_token_ids) or None, slices=SLICES)

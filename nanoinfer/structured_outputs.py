@@ -67,7 +67,10 @@ def _as_schema(value: Any) -> str | None:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     schema = json.loads(value) if isinstance(value, str) else value
-    return json.dumps(dict(schema), allow_nan=False) if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return None
+    _check_unicode(json.dumps(dict(schema), ensure_ascii=False))
+    return json.dumps(dict(schema), allow_nan=False)
 
 
 def _as_any_object(value: Any) -> bool:
@@ -75,12 +78,21 @@ def _as_any_object(value: Any) -> bool:
 
 
 def _as_text(value: Any) -> str | None:
-    return str.__str__(value) if isinstance(value, str) else None
+    return _check_unicode(str.__str__(value)) if isinstance(value, str) else None
+
+
+def _check_unicode(text: str) -> str:
+    """Return a text that UTF-8 can write. Raises ValueError for one that has half a surrogate pair."""
+    if (half := next((char for char in text if "\ud800" <= char <= "\udfff"), None)) is not None:
+        raise ValueError(f"it has {half!r}, half a surrogate pair, which stands for no character: leave it out")
+    return text
 
 
 def _as_choices(value: Any) -> tuple[str, ...] | None:
     choices = as_list(value, ordered=False) or []
-    return tuple(map(str.__str__, choices)) if all(isinstance(choice, str) and choice for choice in choices) else None
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        return None
+    return tuple(_check_unicode(str.__str__(choice)) for choice in choices)
 
 
 KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -29,6 +29,7 @@ from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.grammar import Grammars
+from nanoinfer.requests.text.spelling import token_bytes
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import Drawn
 
@@ -58,7 +59,8 @@ PARAMS = [*GUIDED, *[replace(params, max_tokens=20, n=1) for params in COMPANY[:
 PROMPTS = ["ROMEO:\n"] * len(PARAMS)
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 VOCABULARY = TOKENIZER.get_vocab()
-GRAMMARS = Grammars(TOKENIZER, VOCAB, [VOCABULARY["<|im_end|>"]])
+SPELL = partial(token_bytes, TOKENIZER, skip_special_tokens=True)
+GRAMMARS = Grammars(TOKENIZER, VOCAB, [VOCABULARY["<|im_end|>"]], SPELL)
 
 
 @pytest.fixture(scope="module")

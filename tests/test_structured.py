@@ -272,7 +272,7 @@ class TestEnds:
         llm = make_llm()
         failed, fine = generate(llm, [guided(structured_outputs={"grammar": ambiguous}), SamplingParams(seed=1)])
         assert failed["finish_reason"] == "error"
-        assert "structured_outputs: parser error: Too many items" in failed["stop_reason"]
+        assert "structured_outputs: the grammar grew too complex to follow: write it" in failed["stop_reason"]
         assert fine["text"] == generate(llm, SamplingParams(seed=1))[0]["text"]
 
 
@@ -493,6 +493,10 @@ class TestErrors:
             ({"choice": "yes"}, "'choice' must be a list of non-empty strings"),
             ({"choice": ["yes", ""]}, "'choice' must be a list of non-empty strings"),
             ({"grammar": None}, "'grammar' must be a grammar's text"),
+            ({"grammar": 'start: "\ud800"'}, r"'grammar' must be .*: it has '.ud800', half a surrogate pair"),
+            ({"choice": ["\udc00"]}, "'choice' must be .*: it has '.udc00', half a surrogate pair"),
+            ({"json": {"const": "\ud800"}}, "'json' must be .*: it has '.ud800', half a surrogate pair"),
+            ({"json": '{"const": "\\ud800"}'}, "'json' must be .*: it has '.ud800', half a surrogate pair"),
         ],
         ids=str,
     )
@@ -503,16 +507,20 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"json": {"type": "strin"}}, "Invalid type: strin"),
-            ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
-            ({"json": {"type": "object", "minProperties": 2, "maxProperties": 1}}, "Unsatisfiable schema"),
-            ({"json": {"$ref": "#/$defs/nowhere"}}, "does not exist"),
-            ({"regex": "(a"}, "unclosed group"),
-            ({"regex": "a(?=b)"}, "look-ahead"),
-            ({"regex": r"[^\s\S]"}, "no token can begin its text"),
-            ({"grammar": "start: nowhere"}, "unknown name"),
-            ({"grammar": "root ::= nowhere"}, "Rule 'nowhere' not found"),
-            ({"grammar": 'root ::= "a'}, "Unexpected end of input"),
+            ({"json": {"type": "strin"}}, 'json.: "type": "strin" must be "string", "number"'),
+            ({"json": {"not": {"type": "string"}}}, 'no grammar can follow "not": leave it out, or .*"lenient": true'),
+            ({"json": {"type": "object", "minProperties": 2, "maxProperties": 1}}, "must allow a value, and .* > max"),
+            ({"json": {"$ref": "#/$defs/nowhere"}}, '"#/.defs/nowhere" must be a place in the schema'),
+            (
+                {"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+                'write "anyOf", or .*"coerce_one_of": true',
+            ),
+            ({"regex": "(a"}, "regex.: .* no regular expression of Rust's syntax: unclosed group"),
+            ({"regex": "a(?=b)"}, "there are no look-arounds"),
+            ({"regex": r"[^\s\S]"}, "no token can begin or go on with the text: let the form allow one"),
+            ({"grammar": "start: nowhere"}, 'grammar.: line 1, column 8: "nowhere" must be a rule: define it'),
+            ({"grammar": "root ::= nowhere"}, '"nowhere" must be a rule: define it'),
+            ({"grammar": 'root ::= "a'}, "must be Lark, .*, or GBNF, .* line 1, behind 'root ::= \"a': Unexpected end"),
         ],
         ids=str,
     )
@@ -531,6 +539,6 @@ class TestErrors:
             make_llm(make_qwen3()).generate([[30]], guided(), use_tqdm=False)
 
     def test_without_the_extra(self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "llguidance.hf", None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
         with pytest.raises(ValueError, match=r"needs the llguidance package: pip install 'nanoinfer\[structured\]'"):
             generate(make_llm(), guided())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.uint32]  # one token's; bit i % 32 of word i // 32 is token i's
 ALL = -1  # 32 tokens that may all be drawn
+END_NAMED = "its grammar names an end-of-sequence token, which ends the text here, before its end: name it last"
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Matchers:
     def __init__(self) -> None:
         self._followed: dict[Sequence, Followed] = {}
         self._num_words = 0  # of a mask
-        self._executor: LLExecutor | None = None  # its threads make masks side by side, without Python's lock
+        self._executor: LLExecutor | None = None  # its threads make masks side by side, mostly without Python's lock
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
@@ -121,6 +122,8 @@ class Matchers:
             self.drop(seq)
         if matcher.is_error():  # perhaps since its last mask, which then allowed an end
             return "error", f"structured_outputs: {error_of(matcher)}"
+        if seq.ended_by_token and seq.stop_reason is None and not _is_whole(matcher, seq.token_ids[-1]):
+            return "error", f"structured_outputs: {END_NAMED}"
         return ("stop", None) if matcher.is_stopped() and seq.finish_reason != "stop" else None
 
     def masks(self, seqs: list[Sequence], read_guesses: Callable[[], list[list[int]]]) -> MaskMessage:
@@ -179,6 +182,11 @@ class Matchers:
     def close(self) -> None:
         """End the threads."""
         self._executor = None
+
+
+def _is_whole(matcher: LLMatcher, end: int) -> bool:
+    """Whether a text is one of its grammar's with an end-of-sequence token behind it, which the grammar may name."""
+    return bool(matcher.is_accepting() or (matcher.consume_token(end) and matcher.is_accepting()))
 
 
 def _suppress(mask: Mask, token_ids: frozenset[int]) -> None:

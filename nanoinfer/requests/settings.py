@@ -6,14 +6,18 @@ from collections.abc import Sequence as ListLike
 from copy import copy
 from dataclasses import fields
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
+from nanoinfer.requests.text.spelling import token_bytes
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ALL = -1  # log-probabilities
 MOST_SHOWN = 60  # characters of a value in an error message
@@ -122,11 +126,14 @@ class SettingsReader:
         assert self._texts.tokenizer is not None
         try:
             if self._grammars is None:
-                config = self._config
-                self._grammars = Grammars(self._texts.tokenizer, config.description.vocab_size, config.eos_token_ids)
+                self._grammars = self._make_grammars(self._texts.tokenizer)
             return self._grammars.compile(params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+    def _make_grammars(self, tokenizer: PreTrainedTokenizerBase) -> Grammars:
+        spell = partial(token_bytes, tokenizer, skip_special_tokens=True)
+        return Grammars(tokenizer, self._config.description.vocab_size, self._config.eos_token_ids, spell)
 
 
 def check_generates(config: Config) -> None:
