@@ -204,6 +204,7 @@ def test_an_unknown_setting_anywhere(name: str, place: tuple[str, ...]) -> None:
         ({**ROUND, "extra_config": {"x": {"rotation": 1}}}, "rotation=1: nothing reads it here"),
         ({**MODELOPT, "pre_quant_scale": True}, "pre_quant_scale=True: nothing reads it here"),
         ({**MODELOPT, "kv_cache_quant_algo": "X"}, "kv_cache_quant_algo='X': must be 'FP8'"),
+        ({**MODELOPT, "kv_cache_scheme": "X"}, "kv_cache_scheme='X': must be a mapping"),
         ({**MODELOPT, "quantized_layers": {"x": {}}}, "quantized_layers="),
         (
             {**MODELOPT, "config_groups": {"a": {"weights": {"num_bits": 8}}}},

@@ -8,13 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from cases import CASES, build
 from cases.layouts import PUBLISHED
-from compressed_tensors.transform import TransformConfig, apply_transform_config
-from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from conftest import greedy
 from safetensors.torch import save_file
 from test_four_bits import write_checkpoint
@@ -26,6 +23,11 @@ from nanoinfer.kernels.linear.hadamard import hadamard, signs
 from nanoinfer.weights.formats.rotated.format import RotatedFormat
 from nanoinfer.weights.formats.rotated.matrix import Side
 from nanoinfer.weights.formats.table import quantized_as_loaded, read_formats
+
+pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install -e '.[test]'")
+
+from compressed_tensors.transform import TransformConfig, apply_transform_config
+from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,6 +158,7 @@ def test_weights_in_four_bits(tmp_path: Path, make_llm: Callable[..., LLM]) -> N
 
 def test_adapters_are_beside_rotations(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     """They read what comes before a rotation, and add to what comes behind one."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
     checkpoint = Checkpoint(QUIP, tmp_path)
     llm = make_llm(checkpoint.folder, max_adapters=1, **OPTIONS)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

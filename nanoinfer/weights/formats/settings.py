@@ -14,6 +14,7 @@ FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # tensors
 OF_ROUNDING = (
     "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder", *FOUND_BY
 )  # fmt: skip
+KINDS = ("FP8", "NVFP4", "INT8", "static")  # which some tools write in place of these settings
 ROUNDED = ("input_activations", "output_activations", "kv_cache_scheme")  # what compressed-tensors may round as well
 
 
@@ -36,7 +37,7 @@ def check_rounded(config: Mapping[str, Any], inside: str = "") -> None:
     nanoinfer rounds none of them as a checkpoint says: README.md, limits. inside: as for check_known
     """
     for name in ROUNDED:
-        if not isinstance(config.get(name), str):
+        if config.get(name) not in KINDS:
             check_known(mapping_in(config, name), OF_ROUNDING, inside=f"{inside}{inside and '.'}{name}")
 
 
