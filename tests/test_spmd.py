@@ -362,12 +362,35 @@ class TestRanksThatAreCalledOtherwise:
         assert re.search(message, found)
         assert later in ([], [("WorkerError", f"this LLM is closed, make another: {found}")])
 
+    def test_a_drafter_that_fails_at_rank_0(self, trainer: Trainer) -> None:
+        trainer.start(fall_silent)
+        (kind, message, seconds), (other, cause, later) = (trainer.result(rank) for rank in range(RANKS))
+        assert (kind, other) == ("ValueError", "WorkerError")
+        assert message.startswith("speculation: Silent.propose must return guesses of torch.int32")
+        assert cause.startswith("a rank of tensor_parallel_group died")
+        assert max(seconds, later) < 10
+
     def test_an_error_that_all_have_leaves_the_llm_open(self, trainer: Trainer, oracle: Oracle) -> None:
         errors, token_ids = trainer.run(fail_alike)
         assert errors[0][0] == errors[1][0] == "ValueError"
         assert errors[0][1].startswith(f"prompts[0] is <object object at 0x{'':.0}")
         assert "named_tensors do not fit the model" in errors[1][1]
         assert token_ids == oracle.greedy([30], 8)
+
+
+class Silent:
+    """Guesses nothing, and does not say so."""
+
+    def propose(self, rows: Any, most: int) -> None:
+        return None
+
+
+def fall_silent() -> tuple[str, str, float]:
+    def run() -> None:
+        with make(speculation=Silent()) as llm:
+            llm.generate([[30]], greedy(8), use_tqdm=False)
+
+    return told(run)
 
 
 def fail_alike() -> tuple[list[tuple[str, str]], list[int]]:
