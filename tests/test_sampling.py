@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from transformers import (
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.engine.row_map import describe_logits
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
+from nanoinfer.kernels.sampling import cutoff
+from nanoinfer.kernels.sampling.cutoff import find_cutoff_cpu, find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
@@ -62,7 +64,7 @@ def reference_support(logits: list[float], top_k: int, top_p: float, min_p: floa
 
 
 class TestFilters:
-    @pytest.mark.parametrize("find_cutoff", [find_cutoff_reference, find_cutoff_triton])
+    @pytest.mark.parametrize("find_cutoff", [find_cutoff_reference, find_cutoff_cpu, find_cutoff_triton])
     @settings(max_examples=40, deadline=None)
     @given(
         logits=st.lists(st.integers(-12, 12).map(lambda x: x * 0.37), min_size=VOCABULARY, max_size=VOCABULARY),
@@ -100,6 +102,55 @@ class TestFilters:
         scores = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
         assert kept(scores, 4, 0.5, 0.0).tolist() == [[True, False, False, True]]
         assert kept(scores, 4, 1e-9, 0.0).tolist() == [[True, False, False, False]]
+
+
+class TestOnTheCpu:
+    """Each row takes the cheapest way that suits it; all ways find what a sort of the whole vocabulary finds."""
+
+    TOP_K, TOP_P, MIN_P = (
+        [1, 2, 20, 50, 300, 2**31 - 1],
+        [1.0, 1.0, 0.9, 0.5, 0.9999, 1e-30],
+        [0.0, 0.0, 0.05, 1.0, 1e-20],
+    )
+
+    @pytest.mark.parametrize("vocabulary", [1, 5, 64, 100, 4096, 32_003, 151_936])
+    @pytest.mark.parametrize("grid", [None, 4, 1], ids="ties of {}".format)
+    def test_the_same_tokens_stay_as_after_a_whole_sort(self, vocabulary: int, grid: int | None) -> None:
+        rand, rows = random.Random(vocabulary), 6 if vocabulary > 4096 else 40
+        logits = torch.randn(rows, vocabulary) * 3
+        logits = logits if grid is None else (logits * grid).round() / grid
+        if vocabulary > 5:
+            logits[0, 5], logits[1, 3], logits[2, 1:] = float("nan"), MINUS_INFINITY, MINUS_INFINITY
+        columns = [
+            torch.tensor(rand.choices(own, k=rows)) for own in ([0.01, 0.7, 1.0], self.TOP_K, self.TOP_P, self.MIN_P)
+        ]
+        expected, found = (find(logits, *columns) for find in (find_cutoff_reference, find_cutoff_cpu))
+        ids = torch.arange(vocabulary)
+        theirs, ours = (
+            (logits > low) | ((logits == low) & (ids >= first)) for low, first in map(as_columns, (expected, found))
+        )
+        assert torch.equal(ours, theirs)
+
+    @pytest.mark.parametrize(
+        ("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (50, 0.9, 0.1), (300, 0.5, 0.0), (2**31 - 1, 1.0, 0.05)]
+    )
+    def test_no_whole_vocabulary_is_sorted(
+        self, top_k: int, top_p: float, min_p: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cutoff, "_sort_all", None)
+        assert kept(torch.randn(2, 151_936) * 3, top_k, top_p, min_p, find_cutoff_cpu).any(dim=1).all()
+
+    def test_a_token_on_the_edge_of_min_p_lets_the_row_be_sorted(self) -> None:
+        scores = torch.cat([torch.tensor([0.4, 0.2, 0.1]).log(), torch.full((100_000,), -20.0)])[None]
+        for min_p in (0.25, 0.5):
+            ours, theirs = (
+                kept(scores, 2**31 - 1, 1.0, min_p, find) for find in (find_cutoff_cpu, find_cutoff_reference)
+            )
+            assert torch.equal(ours, theirs)
+
+
+def as_columns(found: cutoff.Cutoff) -> list[torch.Tensor]:
+    return [part[:, None] for part in found]
 
 
 class TestPenalties:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.runner import threads as module
+from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.threads import Threads, num_threads
 
@@ -167,6 +168,34 @@ class TestContention:
             with threads.of(1):
                 assert torch.get_num_threads() == 1
                 step_of({1: seconds})()
+
+    def test_what_is_left_of_a_step_is_no_step(self, threads: Threads, run: Callable[..., list[int]]) -> None:
+        """A step waits for the host in its middle, and then draws with the same threads: its seconds tell nothing."""
+        run({8: 0.010}, 20)
+        for _ in range(20):
+            with threads.of_rest(1):
+                assert torch.get_num_threads() == 8
+        run({8: 0.300, 4: 0.300}, 2)
+        with threads.of_rest(1):
+            assert torch.get_num_threads() == 2
+
+
+def test_guided_rows_are_drawn_with_the_threads_of_their_step(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance", reason="structured outputs need the llguidance package")
+    llm, seen, redraw = make_llm(device="cpu"), set[int](), LogitsProcessors.redraw
+    threads = llm.engine.ranks.runner.threads
+    monkeypatch.setattr(threads, "_choices", [(1, 3)])
+
+    def redraw_and_see(*args: Any, **others: Any) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return redraw(*args, **others)
+
+    monkeypatch.setattr(LogitsProcessors, "redraw", redraw_and_see)
+    params = SamplingParams(max_tokens=4, structured_outputs={"choice": ["rose", "thorn"]})
+    llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert seen == {3}
 
 
 def test_a_callers_own_threads_stay(make_llm: Callable[..., LLM]) -> None:

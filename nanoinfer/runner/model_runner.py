@@ -291,7 +291,7 @@ class ModelRunner:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        with self.threads.fixed():
+        with self.threads.of_rest(len(launched.logits)):
             return self._pending(launched, masks)
 
     def _launch(self, message: StepMessage) -> Launched:

@@ -32,12 +32,6 @@ class Threads:
         """Let every step take so many threads, whatever its time."""
         self._fixed = count
 
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Let torch compute with the number of threads that `fix` has set, if it has, inside the context."""
-        with num_threads(torch.get_num_threads() if self._fixed is None else self._fixed):
-            yield
-
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
 
@@ -62,20 +56,27 @@ class Threads:
     @contextmanager
     def of(self, tokens: int) -> Iterator[None]:
         """Let torch compute with the threads that suit a step of so many tokens, which runs inside the context."""
-        if self._fixed is not None:
-            with self.fixed():
-                yield
-            return
-        chosen = next((count for least, count in reversed(self._choices) if least <= tokens), None)
-        if chosen is None:
-            yield
-            return
         start = time.perf_counter()
-        count = max(1, chosen >> self._contention.halvings(start))
+        count = self._count(tokens, start)
         with num_threads(count):
             yield
-        if count > 1:
+        if self._fixed is None and self._choices and count > 1:
             self._contention.judge(tokens, start, time.perf_counter())
+
+    @contextmanager
+    def of_rest(self, tokens: int) -> Iterator[None]:
+        """Do as `of` does for what is left of a step. Its seconds are not a step's, and change no later choice."""
+        with num_threads(self._count(tokens, time.perf_counter())):
+            yield
+
+    def _count(self, tokens: int, now: float) -> int:
+        """Return how many threads suit a step of so many tokens."""
+        if self._fixed is not None:
+            return self._fixed
+        chosen = next((count for least, count in reversed(self._choices) if least <= tokens), None)
+        if chosen is None:
+            return torch.get_num_threads()
+        return max(1, chosen >> self._contention.halvings(now))
 
 
 class Contention:
