@@ -32,7 +32,8 @@ class GrammarTokens:
     - For forms that name no token, an added token is the text that an output shows of it. Models have learned to write
       <tool_call> with one where they know it. What an output does not show, and what ends it, is no text: the letters
       of <|im_end|> are spelled by other tokens.
-    - For a grammar that names tokens, each added token has its name, and other tokens spell every text.
+    - For a grammar that names tokens, each added token has its name, and other tokens spell every text. But those of
+      which the tokenizer's merges make a text anyhow, such as Gemma 3's line breaks, are no more than that text.
     """
 
     bos_token_id = None
@@ -42,21 +43,21 @@ class GrammarTokens:
     ) -> None:
         """num_tokens: ids from there on are not read; eos_token_ids: those that may end a text, perhaps none
 
-        spell: returns the bytes that an output shows of a token; has_names: added tokens have names
+        spell: returns the bytes that an output shows of a token; has_names: added tokens have names, not texts
 
         Raises ValueError for a tokenizer whose tokens are not made of bytes.
         """
         names = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         shown = {token_id: spell(token_id) for token_id in names if token_id not in eos_token_ids}
-        added = names if has_names else shown
         spelling = [token_id for token_id, text in shown.items() if text == names[token_id] and not has_names]
         ordinary = _read(_written(tokenizer, spelling), num_tokens)
+        named = {t for t, name in names.items() if has_names and ordinary.tokenize_bytes(name) != [t]}
         # To llguidance, ids without a token have names, too, and the token of byte 255, with which names begin.
         has_name, bytes_of = ordinary.is_special_token, ordinary.decode_bytes
         self.tokens = [NOTHING if has_name(token_id) else bytes_of([token_id]) for token_id in range(num_tokens)]
         for token_id in names.keys() | eos_token_ids:
-            self.tokens[token_id] = added.get(token_id, NOTHING)
-        self.special_token_ids = sorted(names) if has_names else []
+            self.tokens[token_id] = names[token_id] if token_id in named else shown.get(token_id, NOTHING)
+        self.special_token_ids = sorted(named)
         self.eos_token_id = min(eos_token_ids, default=NO_TOKEN)
         # The threads that make masks wait for Python's lock here, and rows of one form ask for the same texts.
         self._tokenize = lru_cache(MOST_KEPT)(ordinary.tokenize_bytes)
