@@ -77,6 +77,9 @@ class Moody:
     def __init__(self) -> None:
         self.num_calls, self._lock = 0, threading.Lock()
 
+    def __repr__(self) -> str:
+        return "<Moody>"  # in names of tests, which all processes must have alike
+
     def propose(self, rows: RowTexts, most: int) -> tuple[Tensor, Tensor]:
         with self._lock:
             self.num_calls += 1
