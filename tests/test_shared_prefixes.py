@@ -159,7 +159,7 @@ def on_device(numbers: array[int]) -> Tensor:
 
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32, torch.float16]
-HEADER = 300 if HAS_CUDA else 160  # tokens; the interpreter is slow
+SOME = 300 if HAS_CUDA else 160  # tokens of a header; the interpreter is slow
 # heads, KV heads, numbers in a head, tokens in a block
 SHAPES = [
     (4, 4, 32, 16),
@@ -323,7 +323,7 @@ def test_queries_come_in_the_order_of_their_rows(rows: list[tuple[int, int]], rn
 
 def nested_tables(rows: int, block_size: int) -> tuple[list[list[int]], list[int]]:
     """Two of three rows share a header; every second of these goes on with some 100 tokens that they share, too."""
-    header, more = (list(range(1, 1 + tokens // block_size + 1)) for tokens in (HEADER, 100))
+    header, more = (list(range(1, 1 + tokens // block_size + 1)) for tokens in (SOME, 100))
     more = [len(header) + block for block in more]
     fresh = len(header) + len(more) + 1
     tables, lens = [], []
