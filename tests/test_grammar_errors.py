@@ -13,8 +13,8 @@ pytest.importorskip("llguidance", reason="structured outputs need the llguidance
 from transformers import AutoTokenizer
 
 from nanoinfer import BUNDLED_MODEL, SamplingParams
-from nanoinfer.grammar import Grammars
-from nanoinfer.grammar_errors import explain
+from nanoinfer.grammar.errors import explain
+from nanoinfer.grammar.grammar import Grammars
 from nanoinfer.requests.text.spelling import token_bytes
 
 MIXED = {"oneOf": [{"type": "integer"}, {"type": "number"}]}

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.grammar import Grammars, names_tokens
+from nanoinfer.grammar.grammar import Grammars, names_tokens
 from nanoinfer.requests.text.spelling import decoder, token_bytes
 
 SHOWN = ["<tool_call>", "</tool_call>", "\n\n"]  # added tokens, as Qwen2.5 and Gemma 3 have them

@@ -28,7 +28,7 @@ from nanoinfer import BUNDLED_MODEL, RequestOutput, SamplingParams
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.budget import Budget
-from nanoinfer.grammar import Grammars
+from nanoinfer.grammar.grammar import Grammars
 from nanoinfer.requests.text.spelling import token_bytes
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import Drawn

@@ -25,7 +25,7 @@ import llguidance
 import llguidance.hf
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.grammar import Grammars
+from nanoinfer.grammar.grammar import Grammars
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.structured_outputs import KINDS
 

@@ -28,10 +28,8 @@ class Progress:
         self._is_terminal = is_terminal(sys.stderr)
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._new = self._tokens = 0  # of this run
-        self._said: tuple[int, int] | None = (
-            None  # `done`, and the number of errors, when a line was last left to stand
-        )
-
+        # `done`, and the number of errors, when a line was last left to stand.
+        self._said: tuple[int, int] | None = None
         self.start()
 
     def start(self) -> None:

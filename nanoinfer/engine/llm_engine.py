@@ -25,7 +25,7 @@ from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
 from nanoinfer.engine.step import DecodeStep, Step
-from nanoinfer.grammar import Grammar
+from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan

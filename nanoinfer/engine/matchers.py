@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.grammar import COPIES, NUM_THREADS, Grammar, error_of
+from nanoinfer.grammar.grammar import COPIES, NUM_THREADS, Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from nanoinfer.grammar import Grammar
+from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.requests.settings import Settings
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, Media

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
-from nanoinfer.grammar import Grammar, Grammars
+from nanoinfer.grammar.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.text.spelling import token_bytes
 from nanoinfer.requests.text.texts import Texts

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.grammar_errors import explain
-from nanoinfer.grammar_tokens import SLICES, GrammarTokens, Spell
+from nanoinfer.grammar.errors import explain
+from nanoinfer.grammar.tokens import SLICES, GrammarTokens, Spell
 from nanoinfer.structured_outputs import ANY_OBJECT
 
 if TYPE_CHECKING:
