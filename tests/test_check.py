@@ -24,7 +24,7 @@ from nanoinfer.check.cause import find_cause
 from nanoinfer.check.comparison import CHECKS, PLAIN, compare, compare_chats
 from nanoinfer.check.oracle import (
     Chat,
-    Expected,
+    Oracle,
     ask_for_streams,
     ask_transformers,
     continue_text,
@@ -45,13 +45,13 @@ def on_one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def computed() -> Expected:
+def computed() -> Oracle:
     with num_threads(1):
         return ask_transformers(BUNDLED_MODEL, "cpu", int)
 
 
 @pytest.fixture
-def expected(computed: Expected, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def expected(computed: Oracle, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let transformers be asked no more; returns what changes its answers."""
 
     def change(**fields: Any) -> None:
@@ -208,7 +208,7 @@ def test_each_family_has_transformers_streams(name: str, make_llm: Callable[...,
     assert find_cause(make_llm(folder, **options), wanted, moved).startswith("layer 1 is the first ")
 
 
-def test_a_difference_behind_the_layers_is_told(expected: Callable[..., None], computed: Expected) -> None:
+def test_a_difference_behind_the_layers_is_told(expected: Callable[..., None], computed: Oracle) -> None:
     french = computed.continuations["French"]
     moved = french._replace(logprobs=[value + 0.01 for value in french.logprobs])
     expected(continuations={**computed.continuations, "French": moved})
@@ -224,7 +224,7 @@ def test_a_difference_behind_the_layers_is_told(expected: Callable[..., None], c
 
 @pytest.mark.parametrize(("gap", "found"), [(1e-4, "equal; 1 differ at a near tie"), (1e-2, "other: Thai; 0 differ")])
 def test_tokens_may_differ_at_a_near_tie(
-    gap: float, found: str, expected: Callable[..., None], computed: Expected
+    gap: float, found: str, expected: Callable[..., None], computed: Oracle
 ) -> None:
     thai = computed.continuations["Thai"]
     place, other = 5, 0
@@ -237,7 +237,7 @@ def test_tokens_may_differ_at_a_near_tie(
     assert rows[3].is_fine == (gap < 1e-3)
 
 
-def test_chats_and_tokens_that_differ_are_named(expected: Callable[..., None], computed: Expected) -> None:
+def test_chats_and_tokens_that_differ_are_named(expected: Callable[..., None], computed: Oracle) -> None:
     asked = computed.chats["one question"]
     chats = {**computed.chats, "one question": Chat(asked.text, [*asked.token_ids, 0])}
     expected(chats=chats, token_ids={**computed.token_ids, "emoji": [1]}, decoded={**computed.decoded, "tabs": ""})

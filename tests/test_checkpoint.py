@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanoinfer.check.comparison import CHECKS, Row, compare
+from nanoinfer.check.comparison import CHECKS, TableRow, compare
 
 
 @pytest.fixture(scope="module")
-def compared(pytestconfig: pytest.Config) -> tuple[dict[str, Row], str | None]:
+def compared(pytestconfig: pytest.Config) -> tuple[dict[str, TableRow], str | None]:
     """The rows by their names, and the cause of a difference."""
     model = pytestconfig.getoption("model")
     if model is None:
@@ -19,6 +19,6 @@ def compared(pytestconfig: pytest.Config) -> tuple[dict[str, Row], str | None]:
 
 @pytest.mark.timeout(0)  # a large one loads for minutes
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_checkpoint_equals_transformers(name: str, compared: tuple[dict[str, Row], str | None]) -> None:
+def test_a_checkpoint_equals_transformers(name: str, compared: tuple[dict[str, TableRow], str | None]) -> None:
     rows, cause = compared
     assert rows[name].is_fine, f"{rows[name].found}; {cause}"

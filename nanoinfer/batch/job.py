@@ -18,7 +18,7 @@ from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, SomeJob, read_jobs
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import Report
-from nanoinfer.batch.rows import Rows
+from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
 from nanoinfer.process.standard_error import say
@@ -125,7 +125,7 @@ def run(
         page = None if report is None else _open_report(os.fspath(report), source, target)
         num_done, left = _skip_done(read_jobs(lines, *how))
         progress = Progress(survey.total, num_done)
-        rows, title = Rows(writer.write, progress, keep_order, max_errors), f"{source} with {model}"
+        rows, title = RowWriter(writer.write, progress, keep_order, max_errors), f"{source} with {model}"
         if left is None or not survey.can_run:
             with _told(progress, page, title):
                 _fail_all(left or (), rows, progress)
@@ -216,7 +216,7 @@ def _skip_done(jobs: Iterator[SomeJob]) -> tuple[int, Iterator[SomeJob] | None]:
     return num_done, None
 
 
-def _fail_all(jobs: Iterable[SomeJob], rows: Rows, progress: Progress) -> None:
+def _fail_all(jobs: Iterable[SomeJob], rows: RowWriter, progress: Progress) -> None:
     """Write the rows of lines none of which can run. Raises RuntimeError if the file has got one that can."""
     for job in jobs:
         if isinstance(job, LineError):

@@ -14,7 +14,7 @@ from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import Report
 from nanoinfer.batch.results import result_row
-from nanoinfer.batch.rows import Rows
+from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
 from nanoinfer.requests.prompts import ComingRequest
@@ -74,7 +74,7 @@ class Work:
 class Loop:
     """Runs jobs, and hands on their rows as they end."""
 
-    def __init__(self, llm: LLM, model: str, rows: Rows, progress: Progress, report: Report | None) -> None:
+    def __init__(self, llm: LLM, model: str, rows: RowWriter, progress: Progress, report: Report | None) -> None:
         self._llm = llm
         self._model = model
         self._rows = rows

@@ -1,4 +1,4 @@
-"""Rows: what is written of each line, when its turn has come, and how many lines may fail."""
+"""RowWriter: what is written of each line, when its turn has come, and how many lines may fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.results import encode, error_row
 
 
-class Rows:
+class RowWriter:
     """Writes rows in the order in which they come, or in that of their lines."""
 
     def __init__(

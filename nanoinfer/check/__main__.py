@@ -13,7 +13,7 @@ import argparse
 import sys
 from math import inf
 
-from nanoinfer.check.comparison import TOLERANCE, Row, compare, count_steps
+from nanoinfer.check.comparison import TOLERANCE, TableRow, compare, count_steps
 from nanoinfer.process.bar import Bar
 
 OPTIONS = ("quantization", "kv_cache_dtype", "dtype")  # of an LLM: each value given is tried by itself
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(not all(row.is_fine for row in rows))
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[TableRow]) -> str:
     """Return the rows as lines of columns."""
     cells = [("", "compared", "found"), *((row.name, row.compared, row.found) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

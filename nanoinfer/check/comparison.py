@@ -8,7 +8,7 @@ from math import exp, inf, isfinite, isnan
 from typing import Any, NamedTuple
 
 from nanoinfer.check.cause import find_cause
-from nanoinfer.check.oracle import NEW_TOKENS, Chat, Continuation, Expected, ask_for_streams, ask_transformers
+from nanoinfer.check.oracle import NEW_TOKENS, Chat, Continuation, Oracle, ask_for_streams, ask_transformers
 from nanoinfer.check.texts import AWKWARD, CHATS, TEXTS
 from nanoinfer.config import Config
 from nanoinfer.hub import TOKENIZER_FILES, has_tokenizer
@@ -22,7 +22,7 @@ SHOWN = 3  # names of what differs
 TOLERANCE = 1e-3  # of a log-probability, in nats: far above what float32's rounding does to one
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A line of the table.
 
     compared: how much; found: what came of it
@@ -43,7 +43,7 @@ def compare(
     tolerance: float = TOLERANCE,
     most_loss: float = inf,
     advance: Callable[[], object] = int,
-) -> tuple[list[Row], str | None]:
+) -> tuple[list[TableRow], str | None]:
     """Compare a checkpoint with transformers; returns the rows, and if the model's results differ, the first that does.
 
     model, device: as for LLM
@@ -94,10 +94,10 @@ def _find_cause(folder: str, device: str, wanted: Continuation) -> str:
         return find_cause(llm, wanted, streams)
 
 
-def compare_chats(llm: LLM, chats: dict[str, Chat]) -> Row:
+def compare_chats(llm: LLM, chats: dict[str, Chat]) -> TableRow:
     """Compare the texts of chats, and their tokens, with those that the LLM makes of the same messages."""
     if not chats:
-        return Row(CHECKS[0], "none", "the tokenizer has no chat template that takes one", True)
+        return TableRow(CHECKS[0], "none", "the tokenizer has no chat template that takes one", True)
     rendered = {name: _render(llm, name) for name in chats}
     unlike = [
         f"{name} ({ours})" if isinstance(ours, ValueError) else name
@@ -106,7 +106,7 @@ def compare_chats(llm: LLM, chats: dict[str, Chat]) -> Row:
     ]
     untaken = [name for name in CHATS if name not in chats]
     found = _list_unlike(unlike) + ("; the template does not take " + ", ".join(untaken) if untaken else "")
-    return Row(CHECKS[0], f"{len(chats)} of {len(CHATS)}", found, not unlike)
+    return TableRow(CHECKS[0], f"{len(chats)} of {len(CHATS)}", found, not unlike)
 
 
 def _render(llm: LLM, name: str) -> Chat | ValueError:
@@ -119,7 +119,7 @@ def _render(llm: LLM, name: str) -> Chat | ValueError:
     return Chat(output.prompt or "", output.prompt_token_ids)
 
 
-def compare_tokens(llm: LLM, expected: Expected) -> Row:
+def compare_tokens(llm: LLM, expected: Oracle) -> TableRow:
     """Compare the tokens of texts, and what these are as text: the text itself, or what transformers makes of it."""
     unlike, changed = list[str](), 0
     for name, text in (TEXTS | AWKWARD).items():
@@ -129,7 +129,7 @@ def compare_tokens(llm: LLM, expected: Expected) -> Row:
         if token_ids != expected.token_ids[name] or back not in (text, expected.decoded[name]):
             unlike.append(name)
     found = f"{_list_unlike(unlike)}; {changed} do not come back as they were"
-    return Row(CHECKS[1], f"{len(expected.token_ids)} texts", found, not unlike)
+    return TableRow(CHECKS[1], f"{len(expected.token_ids)} texts", found, not unlike)
 
 
 def _continue(llm: LLM, continuations: dict[str, Continuation], new_tokens: int) -> dict[str, RequestOutput]:
@@ -146,14 +146,14 @@ def _logprobs(output: RequestOutput) -> list[float]:
     return [entry[token] for entry, token in pairs if entry is not None]
 
 
-def _compare_logprobs(outputs: dict[str, RequestOutput], expected: Expected, tolerance: float) -> Row:
+def _compare_logprobs(outputs: dict[str, RequestOutput], expected: Oracle, tolerance: float) -> TableRow:
     texts = expected.continuations
     apart = {name: _distance(_logprobs(outputs[name]), text.logprobs) for name, text in texts.items()}
     worst = max(apart, key=apart.__getitem__)
     is_fine = apart[worst] <= tolerance
     count = sum(len(text.logprobs) for text in texts.values())
     found = f"{apart[worst]:.1e} apart at most, in {worst}; allowed are {tolerance:g}"
-    return Row(CHECKS[2], f"{count} tokens", found, is_fine, None if is_fine else worst)
+    return TableRow(CHECKS[2], f"{count} tokens", found, is_fine, None if is_fine else worst)
 
 
 def _distance(ours: list[float], theirs: list[float]) -> float:
@@ -162,7 +162,7 @@ def _distance(ours: list[float], theirs: list[float]) -> float:
     return max((inf if isnan(value) else value for value in apart), default=0.0)
 
 
-def _compare_greedy(outputs: dict[str, RequestOutput], expected: Expected, tolerance: float) -> Row:
+def _compare_greedy(outputs: dict[str, RequestOutput], expected: Oracle, tolerance: float) -> TableRow:
     """Compare tokens up to the first that differs: behind it the texts are others."""
     unlike, ties = list[str](), 0
     for name, text in expected.continuations.items():
@@ -176,7 +176,7 @@ def _compare_greedy(outputs: dict[str, RequestOutput], expected: Expected, toler
                 break
     found = f"{_list_unlike(unlike)}; {ties} differ at a near tie"
     compared = f"{len(outputs)} texts of {NEW_TOKENS}"
-    return Row(CHECKS[3], compared, found, not unlike, unlike[0] if unlike else None)
+    return TableRow(CHECKS[3], compared, found, not unlike, unlike[0] if unlike else None)
 
 
 def _list_unlike(names: list[str]) -> str:
@@ -194,8 +194,8 @@ def _perplexity(outputs: dict[str, RequestOutput]) -> float:
         return inf
 
 
-def _compare_perplexity(name: str, value: float, plain: float, most_loss: float) -> Row:
+def _compare_perplexity(name: str, value: float, plain: float, most_loss: float) -> TableRow:
     loss = value / plain - 1
     allowed = "" if most_loss == inf else f"; allowed are {most_loss:+.2%}"
     is_fine = isfinite(value) and loss <= most_loss
-    return Row(name, "perplexity", f"{value:#.4g}, {loss:+.2%} against {plain:#.4g}{allowed}", is_fine)
+    return TableRow(name, "perplexity", f"{value:#.4g}, {loss:+.2%} against {plain:#.4g}{allowed}", is_fine)

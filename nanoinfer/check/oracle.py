@@ -44,7 +44,7 @@ class Continuation(NamedTuple):
     likeliest: list[dict[int, float]]
 
 
-class Expected(NamedTuple):
+class Oracle(NamedTuple):
     """All that transformers makes of a checkpoint, by the names of chats and texts.
 
     chats: those that the template takes
@@ -57,7 +57,7 @@ class Expected(NamedTuple):
     continuations: dict[str, Continuation]
 
 
-def ask_transformers(folder: str, device: str, advance: Callable[[], object]) -> Expected:
+def ask_transformers(folder: str, device: str, advance: Callable[[], object]) -> Oracle:
     """Run transformers' tokenizer and model, in float32. advance: called after each text
 
     Raises ValueError if transformers cannot load them.
@@ -77,7 +77,7 @@ def ask_transformers(folder: str, device: str, advance: Callable[[], object]) ->
             advance()
         return continuations
 
-    return Expected(render_chats(tokenizer), token_ids, decoded, run_model(folder, device, continue_all))
+    return Oracle(render_chats(tokenizer), token_ids, decoded, run_model(folder, device, continue_all))
 
 
 def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> Tensor:
