@@ -6,7 +6,8 @@ import threading
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
-from typing import Any
+from itertools import islice
+from typing import Any, overload
 
 from nanoinfer.config import Config
 from nanoinfer.generation_config import find_sampling_params
@@ -14,7 +15,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, Inputs, Prompt
+from nanoinfer.requests.inputs import Chats, Inputs, ManyPrompts, Prompt, SomePrompts
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.prompts import CallPrompts, Prepared, Tokens
@@ -179,15 +180,42 @@ class LLM(
         self._check_adapters(prompt.params for prompt in prepared)
         return Stream(self._stream(prepared))
 
+    @overload
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Tokens | ListLike[Tokens],
+        adapter: str | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[Score]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: ManyPrompts,
+        continuations: ListLike[Tokens | ListLike[Tokens]],
+        adapter: str | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[list[Score]]: ...
+
     @hints_for("score")
     def score(
-        self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None = None
-    ) -> list[Score]:
+        self,
+        prompt: SomePrompts,
+        continuations: Tokens | ListLike[Tokens | ListLike[Tokens]],
+        adapter: str | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[Score] | list[list[Score]]:
         """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
 
-        prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate
-        continuations: strings or lists of token ids; a lone one counts as a list of one
+        Of a list of prompts, it returns a list of scores for each.
+
+        prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate; or a
+            list of such prompts
+        continuations: strings or lists of token ids; a lone one counts as a list of one. For a list of prompts, a list
+            that has these for each
         adapter: as in SamplingParams
+        use_tqdm: as for generate; a lone prompt has no bar
 
         The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
         own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
@@ -197,8 +225,10 @@ class LLM(
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check_continuations(prompt, continuations, adapter)
-        return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
+            use_tqdm = check_use_tqdm(use_tqdm)
+            prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter)
+        scores = map(score_of, self._generate(prepared, use_tqdm if counts is not None else False))
+        return [*scores] if counts is None else [[*islice(scores, count)] for count in counts]
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.

@@ -229,6 +229,30 @@ def test_one_that_is_only_scored_ends_with_its_prompt_and_has_no_row() -> None:
     assert list(sched.running) == [plain]
 
 
+def test_continuations_copy_the_tail_of_the_first_in_the_step_behind_its_own() -> None:
+    sched, prompt = scheduler(), list(range(10, 17))
+    first, second, other = (Sequence([*prompt, end], samples(1, prompt * 2, 0)[0].params, 0, 40) for end in (5, 6, 7))
+    other.token_ids[0] = 9
+    for seq in (first, second, other):
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    assert prefill(step) == [(first, 0, 8), (other, 0, 8)]
+    behind = sched.schedule(in_flight=True)
+    assert prefill(behind) == [(second, 6, 8)]
+    assert behind.copies == [(first.block_tables[0][1], second.block_tables[0][1])]
+    assert first.block_tables[0][0] == second.block_tables[0][0]
+
+
+def test_continuations_wait_for_no_more_firsts_than_leave_them_rows() -> None:
+    sched = scheduler(rows=4)
+    params = samples(1, [3] * 14, 0)[0].params
+    seqs = [Sequence([*range(10 * i, 10 * i + 7), end], params, 0, 40) for i in (1, 2, 3) for end in (5, 6, 7)]
+    for seq in seqs:
+        sched.add(seq)
+    assert [seq for seq, _, _ in prefill(sched.schedule(in_flight=False))] == seqs[:1]
+    assert [seq for seq, _, _ in prefill(sched.schedule(in_flight=True))] == seqs[1:3]
+
+
 def test_messages_say_whose_adapter_computes_what() -> None:
     sched, row_map = scheduler(), RowMap(may_adapt=True)
     params, ends = SamplingParams(max_tokens=4), frozenset([EOS])
@@ -545,6 +569,8 @@ class Device:
         del self.rows[message.num_rows :]
         assert len(self.rows) == message.num_rows
         if isinstance(message, PrefillMessage):
+            for source, destination in message.copies:
+                self.cache[destination] = deepcopy(self.cache[source])
             for chunk in message.chunks:
                 for position, token in enumerate(chunk.token_ids, start=chunk.start):
                     self.write(chunk.block_tables, position, token, (chunk.adapter, chunk.is_long))
@@ -833,7 +859,11 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
     pending: deque[list[Sequence]] = deque()
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):
         prompt = ([first] * num_first + [then] * length)[:length]
-        pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
+        if most:
+            pending.append(samples(n, prompt, most, () if ignore else (EOS,), seed=10 * i))
+        else:
+            ends = ([*prompt[1:], 5 + j] for j in range(n))
+            pending.append([seq for j, end in enumerate(ends) for seq in samples(1, end, 0, seed=10 * i + j)])
         adapter = arrivals.choice([NONE, *range(NONE, ADAPTERS)])
         for seq in pending[-1]:
             seq.adapter = adapter
@@ -843,10 +873,10 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
         while pending and (sched.is_finished or arrivals.random() < 0.3):
             for seq in pending.popleft():
                 sched.add(seq)
-        if (alive := [*sched.waiting, *sched.running]) and arrivals.random() < 0.03:
+        if (alive := sched.unfinished) and arrivals.random() < 0.03:
             sched.finish(arrivals.choice(alive), "abort")
         if arrivals.random() < 0.01:
-            forgotten.update(sched.waiting, sched.running)
+            forgotten.update(sched.unfinished)
             sched.abort_all()
             row_map.clear()
             in_flight.clear()
@@ -861,7 +891,7 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             device.renew(sched, adapter)
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None and arrivals.random() < 0.01:  # an interrupt comes before the step is launched
-            forgotten.update(sched.waiting, sched.running)
+            forgotten.update(sched.unfinished)
             sched.abort_all()
             row_map.clear()
             in_flight.clear()

@@ -81,6 +81,59 @@ def test_four_choices_prefill_their_context_once(
     assert sum(prefilled) == 80 + sum(1 + len(choice) for choice in choices)  # five blocks, then each one's own tokens
 
 
+LEADING = list(range(500, 525))  # its tail of 8 tokens, before the last, can be copied
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_one_of_several_continuations_may_end_early(
+    ended: int, steps: int, make_llm: Callable[..., LLM], oracle: Oracle
+) -> None:
+    """The first computes what all begin with; without it, or with its blocks handed out, another one does."""
+    llm = make_llm(device="cpu", kvcache_block_size=16, max_num_batched_tokens=64)
+    prompts = [[*LEADING, 40 + i, 50] for i in range(3)]
+    numbers = [llm.add_request(prompt, scored(len(LEADING))) for prompt in prompts]
+    outputs = [output for _ in range(steps) for output in llm.step()]
+    llm.abort(numbers[ended])
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    by_id = {output.request_id: output for output in outputs}
+    for number, prompt in zip(numbers, prompts, strict=True):
+        if number != numbers[ended] or by_id[number].finish_reason != "abort":
+            check(by_id[number], prompt, oracle, len(LEADING))
+    assert llm.engine.is_finished
+    assert llm.engine.scheduler.admission.is_roomy
+    assert llm.engine.scheduler.block_manager.share_used == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 5}, {"max_num_seqs": 2}, {"num_kvcache_blocks": 4}], ids=str
+)
+def test_continuations_beside_others(options: dict, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+    llm = make_llm(**{"device": "cpu", "kvcache_block_size": 16, "max_model_len": 60, **options})
+    prompts = [[*LEADING, 40 + i // 2] for i in range(4)] + [LEADING, LEADING[:9], [*LEADING[:20], 7, 8]]
+    params = [scored(25), scored(25), scored(24), scored(25), greedy(6), greedy(6), scored(9)]
+    for output, prompt, own in zip(llm.generate(prompts, params, use_tqdm=False), prompts, params, strict=True):
+        if own.max_tokens:
+            assert output.token_ids == oracle.greedy(prompt, 6)
+        else:
+            check(output, prompt, oracle, own.prompt_logprobs_start)
+    assert llm.engine.scheduler.block_manager.share_used == 0
+
+
+def test_a_tail_from_before_a_reset_of_the_prefix_cache_is_computed_again(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(device="cpu", kvcache_block_size=16)
+    for index in range(3):
+        llm.add_request([*LEADING, 40 + index], scored(len(LEADING)))
+    llm.step()
+    llm.reset_prefix_cache()
+    prefilled = count_prefilled(llm)
+    while llm.has_unfinished_requests():
+        llm.step()
+    first, second, third = prefilled[0], 26, 26 - 16  # the third shares the second's whole block, in its step
+    assert (first, sum(prefilled[1:])) == (26, second + third)
+
+
 @pytest.mark.whole
 @pytest.mark.usefixtures("no_foresight")
 def test_beside_requests_that_generate_and_are_preempted(
@@ -186,6 +239,41 @@ class TestScore:
         llm.score(prompt, [[40], [41], [42], [43]])
         assert sum(prefilled) == 80 + 4 * 2
 
+    @pytest.mark.parametrize("length", [81, 82, 90, 96])
+    def test_so_is_what_stands_behind_its_last_whole_block(self, length: int, llm: LLM, oracle: Oracle) -> None:
+        prompt, prefilled, choices = list(range(100 + length, 100 + 2 * length)), count_prefilled(llm), [[40], [41, 42]]
+        scores = llm.score(prompt, [*choices, [43, 44, 45], [46]])
+        assert sum(prefilled) == length - 1 + 4 + 7
+        for score, choice in zip(scores, choices, strict=False):
+            self.check(score, prompt, choice, oracle)
+
+    def test_of_many_prompts_each_gets_the_scores_that_it_gets_alone(self, llm: LLM) -> None:
+        prompts = [CONTEXT, {"prompt": "JULIET:\nO Romeo,"}, llm.tokenizer.encode(CONTEXT), CONTEXT]
+        continuations = [[" window", " door"], " Romeo", [[5, 6, 7], " window"], []]
+        told = llm.score(prompts, continuations, use_tqdm=False)
+        expected = [llm.score(*pair) for pair in zip(prompts, continuations, strict=True)]
+        assert [[score.token_ids for score in own] for own in told] == [[s.token_ids for s in own] for own in expected]
+        for ours, theirs in zip(told, expected, strict=True):
+            logprobs = [[score.logprob for score in own] for own in (ours, theirs)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+    def test_many_prompts_compute_what_they_share_once(self, llm: LLM, oracle: Oracle) -> None:
+        begin, prefilled = list(range(300, 337)), count_prefilled(llm)
+        prompts = [[*begin, *range(400 + 20 * i, 410 + i + 20 * i)] for i in range(6)]
+        choices = [[[50], [51, 52], [53]] for _ in prompts]
+        for prompt, scores in zip(prompts, llm.score(prompts, choices, use_tqdm=False), strict=True):
+            for score, choice in zip(scores, choices[0], strict=True):
+                self.check(score, prompt, choice, oracle)
+        alone = len(begin) // 16 * 16
+        own = [len(prompt) - alone - 1 + sum(1 + len(choice) for choice in choices[0]) for prompt in prompts]
+        assert sum(prefilled) == alone + sum(own)
+
+    def test_a_bar_shows_many_prompts_alone(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+        llm.score([[5], [6]], [[[7]], [[8]]], use_tqdm=True)
+        assert "2/2" in capsys.readouterr().err
+        llm.score([5], [[7]], use_tqdm=True)
+        assert capsys.readouterr().err == ""
+
     def test_prompt_and_continuation_may_fill_the_model(self, llm: LLM, oracle: Oracle) -> None:
         first, rest = [30] * 100, [31] * 28
         (score,) = llm.score(first, [rest])
@@ -217,6 +305,10 @@ class TestScore:
             ([5], [["a"]], "continuations[0] is ['a']: must be a string or a list of token ids"),
             (7, [[5]], "prompt is 7: must be a string or a list of token ids"),
             ({"prompt": [5]}, [[5]], "prompt['prompt'] is [5]: must be a string"),
+            ([[5], [6]], [[[7]]], "continuations has 1 entries for 2 prompts: give each its own list"),
+            ([[5], 7], [[[5]], [[5]]], "prompt[1] is 7: must be a string or a list of token ids"),
+            (["a"], " b", "continuations=' b': must be a list that has continuations for each prompt"),
+            (["a", "b"], [[" c"], [" c", ""]], "continuations[1][1] is '': must add a token to the prompt's"),
         ],
         ids=repr,
     )

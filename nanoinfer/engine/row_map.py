@@ -66,7 +66,7 @@ class RowMap:
             self.seqs.append(seq)
         images = self.new_images(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images)
+        message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), step.copies, images=images)
         if self._texts is not None:
             for seq, join in joins.items():
                 join.drafting = self._texts.join(seq)

@@ -8,6 +8,7 @@ from itertools import islice
 
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefixes.followers import Followers
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanoinfer.engine.step import Chunk, DecodeStep, Fork, PrefillStep, Step
 
@@ -44,6 +45,7 @@ class Scheduler:
         self.long_from = long_from
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
+        self.followers = Followers(block_manager.layout.prefix_size)
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
@@ -51,6 +53,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
+        if self.block_manager.can_copy_tails and self.followers.add(seq):
+            return
         self.admission.add(seq)
         self.block_manager.expect(seq)
 
@@ -67,7 +71,7 @@ class Scheduler:
     @property
     def unfinished(self) -> list[Sequence]:
         """The sequences that wait or run."""
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.waiting, *self.followers.waiting]
 
     def schedule(self, in_flight: bool) -> Step | None:
         """Plan the next step; None when nothing can run before the steps in flight have been postprocessed.
@@ -102,11 +106,15 @@ class Scheduler:
         self.admission.begin()
         chunks: list[Chunk] = []
         forks: list[Fork] = []
-        budget = self.max_num_batched_tokens
+        copies: list[tuple[int, int]] = []
+        budget, num_promised = self.max_num_batched_tokens, 0  # rows for followers
         while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
             if not seq.block_tables:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 if chunks and self.block_manager.should_wait(seq):
+                    break
+                num_promised += self.followers.count(seq)
+                if chunks and len(self.running) + num_promised >= self.max_num_seqs:
                     break
                 num_cached = self.block_manager.allocate(seq, budget)
                 if num_cached is None:
@@ -120,6 +128,10 @@ class Scheduler:
                     return None  # others decode meanwhile
             start = seq.num_scheduled
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
+            leader = self.followers.take_leader(seq)
+            if leader is not None and (tail := self.block_manager.copy_tail(leader, seq, start, end)):
+                copies += tail
+                start = seq.num_scheduled = seq.num_cached_tokens = seq.num_reusable
             if seq.images is not None:
                 end = seq.images.last_end(end)
             if end <= start:
@@ -131,7 +143,16 @@ class Scheduler:
             if end == len(seq):
                 self._start(seq)
                 forks += self._fork(seq)
-        return PrefillStep(chunks, forks) if chunks else None
+        for chunk in reversed(chunks):
+            if chunk.end >= chunk.seq.num_reusable:
+                self._let_follow(chunk.seq)
+        return PrefillStep(chunks, forks, copies) if chunks else None
+
+    def _let_follow(self, leader: Sequence) -> None:
+        """Let those begin that have waited for a sequence, before others."""
+        for seq in reversed(self.followers.release(leader)):
+            self.admission.add(seq)
+            self.waiting.put_first(seq)
 
     def _fork(self, seq: Sequence) -> list[Fork]:
         """Start the further samples of a prompt that has just been scheduled whole, while rows and blocks are free."""
@@ -204,6 +225,7 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
         self._stop(seq)
+        self.followers.lose_leader(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
         self.waiting.put_first(seq)
@@ -318,18 +340,22 @@ class Scheduler:
         the blocks' next owners, whose steps are launched later.
         """
         assert not seq.is_finished
-        if seq.status is SequenceStatus.WAITING:
+        has_waited_alone = self.followers.drop(seq)
+        if seq.status is not SequenceStatus.WAITING:
+            self._stop(seq)
+        elif not has_waited_alone:
             self.waiting.remove(seq)
             self.block_manager.free(seq)
-        else:
-            self._stop(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.admission.note_ended(seq)
+        if not has_waited_alone:
+            self.admission.note_ended(seq)
+            self._let_follow(seq)
 
     def abort_all(self) -> None:
         """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
         for seqs in (self.running, self.decoding, self.full):
             seqs.clear()
         self.admission.clear()
+        self.followers.clear()
         self.block_manager.free_all()

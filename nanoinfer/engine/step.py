@@ -34,6 +34,7 @@ class PrefillStep:
 
     chunks: list[Chunk]
     forks: list[Fork]
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), before the step runs
     guesses = 0  # as DecodeStep has them
 
     @property

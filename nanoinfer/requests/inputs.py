@@ -7,6 +7,7 @@ from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_list, check_none, short
@@ -34,6 +35,8 @@ SMALLER = "; image_options can make images and videos smaller"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Prompt = Tokens | Mapping[str, object]
+SomePrompts = Prompt | ListLike[Prompt]
+ManyPrompts = list[str] | tuple[str, ...] | ListLike[ListLike[int] | Mapping[str, object]]  # to a type checker: no str
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
@@ -116,22 +119,40 @@ class Inputs:
         return Prepared(tokens, asked.text, *settings, output_of=coming.output_of)
 
     def check_continuations(
-        self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None
-    ) -> CallPrompts:
-        """Return the prompt with each of its continuations, ready to be scored."""
+        self, prompt: SomePrompts, continuations: Any, adapter: str | None
+    ) -> tuple[CallPrompts, list[int] | None]:
+        """Return prompts with each of their continuations, ready to be scored.
+
+        Returns also how many continuations each prompt of a list has; None: there is one prompt.
+        """
         check_generates(self.config)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
-        asked = self._unwrap("prompt", prompt)
+        entries = None if isinstance(prompt, (str, Mapping)) else as_list(prompt)
+        if not entries or as_int(entries[0]) is not None:
+            one = prompt if entries is None else entries
+            return CallPrompts(self._followed("", one, continuations, params), self.finish), None
+        lists = _list("continuations", continuations, "a list that has continuations for each prompt")
+        if len(lists) != len(entries):
+            raise ValueError(
+                f"continuations has {len(lists)} entries for {len(entries)} prompts: give each its own list"
+            )
+        pairs = zip(entries, lists, strict=True)
+        followed = [self._followed(f"[{i}]", entry, own, params) for i, (entry, own) in enumerate(pairs)]
+        return CallPrompts([*chain.from_iterable(followed)], self.finish), list(map(len, followed))
+
+    def _followed(self, index: str, prompt: Any, continuations: Any, params: SamplingParams) -> list[Prepared]:
+        """Return a prompt with each of its continuations; index: where both stand in the lists of a call, if in such"""
+        asked = self._unwrap(f"prompt{index}", prompt)
         if not isinstance(asked.prompt, str):
             asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
         if self._images is not None and any(asked.media):
             asked = asked._replace(media=self._images.open(asked.name, asked.media))
         items = [continuations] if isinstance(continuations, str) else continuations
-        entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
+        name = f"continuations{index}"
+        entries = _list(name, items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
             entries = [entries]
-        ready = (self._follow(asked, f"continuations[{i}]", entry, params) for i, entry in enumerate(entries))
-        return CallPrompts([*ready], self.finish)
+        return [self._follow(asked, f"{name}[{i}]", entry, params) for i, entry in enumerate(entries)]
 
     def _follow(self, asked: Asked, name: str, continuation: Tokens, params: SamplingParams) -> Prepared:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""

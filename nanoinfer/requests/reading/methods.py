@@ -14,7 +14,7 @@ from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
@@ -24,7 +24,7 @@ from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import Pairs, check_documents
-from nanoinfer.requests.reading.texts import Reading, SomePrompts, SomeTexts, as_it_is, settings_for, texts_of
+from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
 

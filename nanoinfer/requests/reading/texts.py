@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nanoinfer.pooling.read import Read
-from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
@@ -20,7 +19,6 @@ from nanoinfer.sampling_params import SamplingParams
 CHECKED_IN_A_TURN = 2  # texts of a list, so that a bad one is found half-way at the latest
 IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
-SomePrompts = Prompt | ListLike[Prompt]
 SomeOutput = TypeVar("SomeOutput", bound=Output)
 SomePrompt = TypeVar("SomePrompt", Asked, Prepared)
 

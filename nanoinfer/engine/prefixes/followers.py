@@ -1,0 +1,93 @@
+"""Followers: the continuations of one prompt wait until the first of them has computed what all begin with."""
+
+from __future__ import annotations
+
+from xxhash import xxh64_intdigest
+
+from nanoinfer.engine.sequence import Sequence
+
+
+class Followers:
+    """Which scored sequences begin like an earlier one, their leader, up to the first logits that they need.
+
+    A prompt seldom ends with a block. So its continuations could share its whole blocks alone, and each would compute
+    the rest again. A follower waits for the step behind its leader's instead, and copies the leader's last blocks.
+    """
+
+    def __init__(self, size: int) -> None:
+        """size: tokens of a node: sequences of one step share these without a copy"""
+        self._size = size
+        self._leaders: dict[int, Sequence] = {}  # that have not been let go on, by a hash of what others may share
+        self._followers: dict[Sequence, list[Sequence]] = {}  # of these
+        self._waiting: dict[Sequence, Sequence] = {}  # followers, and the leaders that they wait for
+        self._released: dict[Sequence, Sequence] = {}  # the same of those that are to begin now
+
+    def add(self, seq: Sequence) -> bool:
+        """Note a new sequence; returns whether it follows another, and has to wait for `release`."""
+        if not (seq.is_only_scored and seq.wants_prompt_logprobs and seq.images is None):
+            return False
+        if seq.num_reusable % self._size == 0:
+            return False
+        digest = _digest(seq)
+        leader = self._leaders.setdefault(digest, seq)
+        if leader is seq:
+            self._followers[seq] = []
+            return False
+        if not _begin_alike(seq, leader):
+            return False
+        self._followers[leader].append(seq)
+        self._waiting[seq] = leader
+        return True
+
+    def count(self, seq: Sequence) -> int:
+        """Return how many wait for this one."""
+        return len(self._followers.get(seq, ()))
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Those that wait for their leaders."""
+        return list(self._waiting)
+
+    def release(self, leader: Sequence) -> list[Sequence]:
+        """Return those that waited for a sequence, which has been planned up to what they share, or has ended."""
+        if (released := self._followers.pop(leader, None)) is None:
+            return []
+        del self._leaders[_digest(leader)]
+        for seq in released:
+            self._released[seq] = self._waiting.pop(seq)
+        return released
+
+    def take_leader(self, seq: Sequence) -> Sequence | None:
+        """Return the leader of a sequence that begins, if it has one. It may have ended."""
+        return self._released.pop(seq, None)
+
+    def lose_leader(self, leader: Sequence) -> None:
+        """Let none copy from a sequence that begins again."""
+        for seq in [seq for seq, own in self._released.items() if own is leader]:
+            del self._released[seq]
+
+    def drop(self, seq: Sequence) -> bool:
+        """Forget a sequence that has ended; returns whether it still waited for its leader."""
+        self._released.pop(seq, None)
+        if (leader := self._waiting.pop(seq, None)) is None:
+            return False
+        self._followers[leader].remove(seq)
+        return True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._leaders.clear()
+        self._followers.clear()
+        self._waiting.clear()
+        self._released.clear()
+
+
+def _digest(seq: Sequence) -> int:
+    return xxh64_intdigest(seq.content(0, seq.num_reusable), seed=seq.adapter + 1)
+
+
+def _begin_alike(seq: Sequence, other: Sequence) -> bool:
+    count = seq.num_reusable
+    if (seq.adapter, count) != (other.adapter, other.num_reusable):
+        return False
+    return seq.token_ids[:count] == other.token_ids[:count]
