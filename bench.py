@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.cache_layout import USUAL_BLOCK_SIZE
 from nanoinfer.benchmark.adapters import load_adapters
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops, measure_rates
@@ -48,7 +49,6 @@ from nanoinfer.benchmark.workloads import (
     write_config,
 )
 from nanoinfer.checkpoint import Checkpoint
-from nanoinfer.config import Config
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import describe
 from nanoinfer.process.standard_error import say
@@ -162,8 +162,8 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
     say(f"starting {args.config or args.model}")  # it stays: the LLM may write below it
     try:
-        blocks = args.recipe.num_blocks(Config.kvcache_block_size)
-        room = args.recipe.max_model_len if blocks is None else blocks * Config.kvcache_block_size
+        blocks = args.recipe.num_blocks(USUAL_BLOCK_SIZE)
+        room = args.recipe.max_model_len if blocks is None else blocks * USUAL_BLOCK_SIZE
         length = args.max_model_len or min(args.recipe.max_model_len, longest_of(args.config, folder), room)
         return LLM(
             folder,
@@ -174,6 +174,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             enforce_eager=args.enforce_eager,
             max_num_seqs=args.recipe.max_num_seqs,
             max_model_len=length,
+            kvcache_block_size=None if blocks is None else USUAL_BLOCK_SIZE,
             num_kvcache_blocks=blocks,
             dtype=args.dtype,
             quantization=args.quantization,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
-from nanoinfer.attention.cache_layout import MAX_SLOTS, CacheLayout, lay_out
+from nanoinfer.attention.cache_layout import LEAST_BLOCK_SIZE, MAX_SLOTS, CacheLayout, lay_out, usual_block_size
 from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, Draft, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, ranged, short
 from nanoinfer.drafting.drafter import Drafter
@@ -61,7 +61,8 @@ class Config:
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
     enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256). If some
-        layers have windows and others not, each kind has its own number, and a shared prefix is at least so long
+        layers have windows and others not, each kind has its own number, and a shared prefix is at least so long. None:
+        256 on CUDA; on the CPU 16, or 64 if layers keep states
     num_kvcache_blocks: the KV cache holds this many blocks of kvcache_block_size tokens, 2^31 tokens at most, or more
         tokens where some layers have windows. None: as many as the memory holds
     kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
@@ -141,7 +142,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = ranged(1, 1, MAX_RANKS)
     enforce_eager: bool = False
-    kvcache_block_size: int = ranged(256, 16, MAX_SLOTS)
+    kvcache_block_size: int = ranged(cast(int, None), LEAST_BLOCK_SIZE, MAX_SLOTS)  # None until the model is known
     num_kvcache_blocks: int | None = ranged(None, 1)
     kv_offload_gib: float | None = None
     attention_backend: str = "auto"
@@ -264,6 +265,8 @@ class Config:
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
+        if cast("int | None", self.kvcache_block_size) is None:
+            self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
         wishes = self.kv_cache_dtype == "fp8", any(model.sinks for model in self.models), self.is_in_order
         self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
@@ -355,7 +358,7 @@ class Config:
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
         check_ranges(self)
-        if self.kvcache_block_size % 16:
+        if self.kvcache_block_size is not None and self.kvcache_block_size % LEAST_BLOCK_SIZE:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from workers import BESIDE_OTHERS, Worker, count_workers
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out
+from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out, usual_block_size
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
@@ -208,7 +208,8 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def make(model: str = BUNDLED_MODEL, **options: object) -> LLM:
-        blocks = 1 + (1 << 15) // int(options.get("kvcache_block_size", 256))
+        usual = usual_block_size(str(options.get("device", DEVICE)), has_states=False)
+        blocks = 1 + (1 << 15) // int(options.get("kvcache_block_size", usual))
         llm = LLM(model, **{"dtype": "float32", "num_kvcache_blocks": blocks, **options})
         made.append(llm)
         return llm

@@ -12,6 +12,7 @@ from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
 
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
+USUAL_BLOCK_SIZE, LEAST_BLOCK_SIZE = 256, 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,13 @@ class CacheLayout:
     @staticmethod
     def _page_numbers(group: CacheGroup) -> int:
         return group.block_size * group.pages.numbers
+
+
+def usual_block_size(device: str, has_states: bool) -> int:
+    """Return how many tokens a block holds if nobody says it. On the CPU small blocks cost no time, and share more."""
+    if device != "cpu":
+        return USUAL_BLOCK_SIZE
+    return max(LEAST_BLOCK_SIZE, CHUNK if has_states else 1)
 
 
 def kinds_of(memory: Iterable[Memory | None]) -> list[Pages]:
