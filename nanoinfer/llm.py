@@ -6,8 +6,7 @@ import threading
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
-from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 from nanoinfer.config import Config
 from nanoinfer.generation_config import find_sampling_params
@@ -15,12 +14,13 @@ from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, Inputs, ManyPrompts, Prompt, SomePrompts
-from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
+from nanoinfer.requests.inputs import Chats, Inputs, Prompt
+from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
-from nanoinfer.requests.prompts import CallPrompts, Prepared, Tokens
+from nanoinfer.requests.prompts import CallPrompts, Prepared
 from nanoinfer.requests.queueing import QueuesRequests
 from nanoinfer.requests.reading.methods import ReadsTexts
+from nanoinfer.requests.scoring import ScoresTexts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
 from nanoinfer.requests.upkeep.memory import LendsMemory
@@ -35,6 +35,7 @@ class LLM(
     QueuesRequests,
     SearchesBeams,
     ReadsTexts,
+    ScoresTexts,
     TokenizesTexts,
     ChangesWeights,
     LendsMemory,
@@ -179,56 +180,6 @@ class LLM(
                 self._inputs.texts.check_detokenizer("stream")
         self._check_adapters(prompt.params for prompt in prepared)
         return Stream(self._stream(prepared))
-
-    @overload
-    def score(
-        self,
-        prompt: Prompt,
-        continuations: Tokens | ListLike[Tokens],
-        adapter: str | None = None,
-        use_tqdm: UseTqdm = True,
-    ) -> list[Score]: ...
-
-    @overload
-    def score(
-        self,
-        prompt: ManyPrompts,
-        continuations: ListLike[Tokens | ListLike[Tokens]],
-        adapter: str | None = None,
-        use_tqdm: UseTqdm = True,
-    ) -> list[list[Score]]: ...
-
-    @hints_for("score")
-    def score(
-        self,
-        prompt: SomePrompts,
-        continuations: Tokens | ListLike[Tokens | ListLike[Tokens]],
-        adapter: str | None = None,
-        use_tqdm: UseTqdm = True,
-    ) -> list[Score] | list[list[Score]]:
-        """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
-
-        Of a list of prompts, it returns a list of scores for each.
-
-        prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate; or a
-            list of such prompts
-        continuations: strings or lists of token ids; a lone one counts as a list of one. For a list of prompts, a list
-            that has these for each
-        adapter: as in SamplingParams
-        use_tqdm: as for generate; a lone prompt has no bar
-
-        The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
-        own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
-        continuation's. A text beside token ids is tokenized by itself, a continuation without special tokens.
-
-        Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
-        """
-        self.engine.check_ready()
-        with self.engine.alike():
-            use_tqdm = check_use_tqdm(use_tqdm)
-            prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter)
-        scores = map(score_of, self._generate(prepared, use_tqdm if counts is not None else False))
-        return [*scores] if counts is None else [[*islice(scores, count)] for count in counts]
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.

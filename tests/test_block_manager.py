@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.prefix_tree import NONE
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
@@ -656,3 +657,30 @@ class TestStates:
         manager.begin_step()
         assert cached(manager, numbered(5)) == 0
         assert sorted(manager.states._free) == [0, 1, 2, 3]
+
+
+class TestFreeBlocks:
+    """In what order free blocks are handed out; on a CPU, where fresh ones cost memory, and elsewhere."""
+
+    def test_empty_ones_come_first_then_fresh_ones_then_the_least_recently_freed(self) -> None:
+        free = FreeBlocks(5)
+        assert [free.hand_out() for _ in range(3)] == [0, 1, 2]
+        for block_id, is_kept in ((2, True), (0, True), (1, False)):
+            free.add(block_id, is_kept)
+        assert list(free) == [1, 3, 4, 2, 0]
+        assert [free.hand_out() for _ in range(5)] == [1, 3, 4, 2, 0]
+        assert len(free) == 0
+
+    def test_short_requests_touch_what_they_hold_and_as_much_again(self) -> None:
+        free = FreeBlocks(100, num_eager=4)
+        for held in (1, 1, 1, 1, 1, 1, 6, 6, 6, 6, 1, 2):
+            blocks = [free.hand_out() for _ in range(held)]
+            assert max(blocks) < 12
+            for block_id in blocks:
+                free.add(block_id, is_kept=True)
+        assert 12 in free
+        assert len(free) == 100
+
+    def test_no_block_stays_behind_that_is_needed(self) -> None:
+        free = FreeBlocks(9, num_eager=0)
+        assert sorted(free.hand_out() for _ in range(9)) == list(range(9))

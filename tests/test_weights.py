@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
 from nanoinfer.requests.request import Fate
@@ -82,7 +83,11 @@ def results(llm: LLM) -> list[Any]:
     The bits of attention depend on which blocks lie side by side, so blocks are handed out in a fresh LLM's order.
     """
     manager = llm.engine.scheduler.block_manager
-    manager.free_blocks = OrderedDict.fromkeys(sorted(manager.free_blocks))
+    free, manager.free_blocks = sorted(manager.free_blocks), FreeBlocks(len(manager.blocks), num_eager=0)
+    for block_id in free:
+        assert manager.free_blocks.hand_out() == block_id
+    for block_id in free:
+        manager.free_blocks.add(block_id, is_kept=True)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [(o.token_ids, o.logprobs, o.prompt_logprobs, o.num_cached_tokens) for o in outputs]

@@ -17,11 +17,14 @@ from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 
+EAGER_BYTES = 2**28  # of the KV cache on a CPU: cached prefixes may take them, however little runs
+
 
 def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     """Make the scheduler, with its BlockManager; if guesses are verified, the ranks time their steps for it."""
     memory = ranks.runner.memory
-    manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks))
+    num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" else None
+    manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
     if config.speculation is None:
         return Scheduler(manager, *limits)

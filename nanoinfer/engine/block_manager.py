@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.prefix_tree import NONE, Block, PrefixTree
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
@@ -31,11 +31,21 @@ class BlockManager:
 
     make_tree = PrefixTree
 
-    def __init__(self, num_blocks: int, layout: CacheLayout, num_slots: int = 0, tier: MakeTier | None = None) -> None:
-        """num_slots: for states, if the model's layers have some; tier: makes what keeps content in host memory."""
+    def __init__(
+        self,
+        num_blocks: int,
+        layout: CacheLayout,
+        num_slots: int = 0,
+        tier: MakeTier | None = None,
+        num_eager: int | None = None,
+    ) -> None:
+        """num_slots: for states, if the model's layers have some; tier: makes what keeps content in host memory.
+
+        num_eager: as for FreeBlocks
+        """
         self.layout, self.groups, self.prefix_size = layout, layout.groups, layout.prefix_size
         self.blocks = [Block() for _ in range(num_blocks)]
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_blocks = FreeBlocks(num_blocks, num_eager)
         self._sizes = [group.block_size for group in self.groups]
         self._has_windows = any(group.window for group in self.groups)
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
@@ -285,9 +295,7 @@ class BlockManager:
         self._passed.clear()
         for block in self.blocks:
             block.ref_count = 0
-        held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
-        free = sorted([*self.free_blocks, *held], key=lambda block_id: self.blocks[block_id].node is not None)
-        self.free_blocks = OrderedDict.fromkeys(free)
+        self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.node is not None))
         if self.states is not None:
             self.states.clear()
 
@@ -297,8 +305,7 @@ class BlockManager:
         seqs: as for PrefixCache.forget_adapter
         """
         for block_id in self.prefixes.forget_adapter(adapter, seqs):
-            if block_id in self.free_blocks:
-                self.free_blocks.move_to_end(block_id, last=False)  # it holds nothing to keep
+            self.free_blocks.empty(block_id)
 
     def held(self, seq: Sequence) -> list[list[int]]:
         """Return the blocks that a sequence holds of each group."""
@@ -320,12 +327,11 @@ class BlockManager:
             assert block.ref_count > 0
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_blocks[block_id] = None
-                if block.node is None:  # it holds nothing to keep, and is handed out next
-                    self.free_blocks.move_to_end(block_id, last=False)
+                self.free_blocks.add(block_id, is_kept=block.node is not None)
 
     def _acquire(self, block_id: int) -> None:
-        self.free_blocks.pop(block_id, None)
+        if self.blocks[block_id].ref_count == 0:
+            self.free_blocks.remove(block_id)
         self.blocks[block_id].ref_count += 1
 
     def _extend(self, table: list[int], length: int) -> None:
@@ -334,7 +340,7 @@ class BlockManager:
             table.append(self._hand_out())
 
     def _hand_out(self) -> int:
-        block_id, _ = self.free_blocks.popitem(last=False)
+        block_id = self.free_blocks.hand_out()
         if self.tier is not None:
             self.tier.note_handed_out(block_id)
         self.tree.detach(block_id)

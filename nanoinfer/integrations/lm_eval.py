@@ -33,8 +33,8 @@ Pair = tuple[Any, list[int], list[int]]  # a key for lm-eval's cache, and the to
 class NanoInfer(TemplateLM):
     """An LLM as lm-eval calls its models.
 
-    The LLM gets all requests of a kind in one call and batches them itself. Neighbouring requests with the same
-    context share its blocks: a small kvcache_block_size lets them share more of it.
+    The LLM gets all requests of a kind in one call and batches them itself. Requests with the same
+    context share it. Of contexts that begin alike, a small kvcache_block_size lets them share more.
     """
 
     def __init__(
