@@ -362,7 +362,7 @@ def test_one_that_starts_again_as_a_long_one_keeps_its_settings(
 class TestSamples:
     def test_the_prompt_is_held_once(self, make_llm: Callable[..., LLM]) -> None:
         """1,000 tokens fill three blocks of 256, which samples share, and begin a fourth, which each sample has."""
-        llm = make_llm()
+        llm = make_llm(kvcache_block_size=256)
         held = []
         llm.engine.on_step = lambda result: held.append(round(result.blocks_used * llm.memory.blocks))
         (output,) = llm.generate([[30] * 1000], SamplingParams(n=8, max_tokens=4, seed=1), use_tqdm=False)

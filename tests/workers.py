@@ -17,6 +17,7 @@ from nanoinfer.runner.memory.region import Region
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take cores, and memory of the same GPU
 GPU_BYTES = 5 << 30  # of a worker, at least
 CONTEXT_BYTES = 1 << 30  # of these: what CUDA takes for a process
+CACHED_BYTES = 1 << 30  # that torch may keep from one test to the next
 
 
 def count_workers() -> int:
@@ -73,4 +74,7 @@ class Worker:
         self.is_alone = "alone" in item.keywords
         with self.file.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX if self.is_alone else fcntl.LOCK_SH)
-            return (yield)
+            result = yield
+            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED_BYTES:
+                torch.cuda.empty_cache()  # the others need it
+            return result
