@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.process.collector import no_collection
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
+TESTS_THAT_RAN = count(1)
 if BESIDE_OTHERS:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
 os.environ |= {"RAY_worker_niceness": "0"}  # else its actors, nice by 15, hardly run where other tests compute
@@ -92,6 +94,13 @@ def pytest_collection() -> Generator[None, object, object]:
         result = yield
     gc.freeze()
     return result
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave what tests import and keep out of them, too."""
+    if next(TESTS_THAT_RAN) % 50 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

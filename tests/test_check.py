@@ -196,7 +196,7 @@ OF_KINDS = ["gemma2 low caps", "qwen2moe without biases", "qwen3.5"]  # norms be
 
 @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])
 def test_each_family_has_transformers_streams(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """The comparison finds no layer, and then the one behind which transformers' stream is another."""
+    """The comparison finds no layer, or the one behind which transformers' stream is another."""
     build(CASES[name], tmp_path)
     token_ids = list(range(1, 21))
     folder = str(tmp_path)
@@ -204,8 +204,9 @@ def test_each_family_has_transformers_streams(name: str, make_llm: Callable[...,
     streams = ask_for_streams(folder, "cpu", wanted.token_ids + wanted.new_ids)
     options = {"device": "cpu", "enforce_eager": True, "max_model_len": 64, **PLAIN}
     assert find_cause(make_llm(folder, **options), wanted, streams).startswith("in eager steps, the layers' results")
-    moved = torch.cat([streams[:2], 1.01 * streams[2:]])
-    assert find_cause(make_llm(folder, **options), wanted, moved).startswith("layer 1 is the first ")
+    if name in OF_KINDS:
+        moved = torch.cat([streams[:2], 1.01 * streams[2:]])
+        assert find_cause(make_llm(folder, **options), wanted, moved).startswith("layer 1 is the first ")
 
 
 def test_a_difference_behind_the_layers_is_told(expected: Callable[..., None], computed: Oracle) -> None:

@@ -463,7 +463,7 @@ class TestNames:
             (
                 "stream",
                 {"use_tqdm": False},
-                r"write LLM\(use_tqdm=...\) or generate\(use_tqdm=...\) or chat\(use_tqdm=...\)",
+                r"write LLM\(use_tqdm=...\) or score\(use_tqdm=...\) or generate\(use_tqdm=...\) or chat\(",
             ),
             ("stream", {"prompt": "a"}, "did you mean 'prompts'"),
             ("chat", {"prompts": []}, r"write generate\(prompts=...\) or stream\(prompts=...\)"),

@@ -89,9 +89,14 @@ def without(kept: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [*TWO_RANKS, (FIRST[0], 1), *whole_only(without([*TWO_RANKS, (FIRST[0], 1)]))]
+    ("family", "name", "ranks"),
+    [
+        *(("qwen3", *both) for both in (*TWO_RANKS, (FIRST[0], 1))),
+        *whole_only(("qwen3", *both) for both in without([*TWO_RANKS, (FIRST[0], 1)])),
+        *whole_only(("llama biases, llama3 rope", *both) for both in TWO_RANKS),
+        *whole_only(("phi3", *both) for both in ONE_RANK),
+    ],
 )
-@pytest.mark.parametrize("family", ["qwen3", *whole_only(["llama biases, llama3 rope", "phi3"])])
 def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     family: str, name: str, ranks: int, write: Write, make_llm: MakeLLM
 ) -> None:
@@ -191,9 +196,16 @@ def test_random_weights_of_a_checkpoint(name: str, write: Write, make_llm: MakeL
 class TestChanges:
     """Updates of weights that are in four or eight bits here."""
 
-    @pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
-    @pytest.mark.parametrize("quantization", ["int4", *whole_only(["int8", "mxfp4"])])
-    @pytest.mark.parametrize("family", ["qwen3moe", *whole_only(["qwen3", "phi3", "gptoss"])])
+    @pytest.mark.parametrize(
+        ("family", "quantization", "ranks"),
+        [
+            ("qwen3moe", "int4", 2),
+            *whole_only(
+                [("qwen3moe", "mxfp4", 1), ("qwen3moe", "int8", 2), ("qwen3", "int8", 1), ("qwen3", "mxfp4", 2)]
+            ),
+            *whole_only([("phi3", "int4", 1), ("phi3", "int8", 2), ("gptoss", "mxfp4", 1), ("gptoss", "int4", 2)]),
+        ],
+    )
     def test_updates_equal_a_fresh_start(
         self, family: str, quantization: str, ranks: int, write: Write, make_llm: MakeLLM
     ) -> None:
@@ -217,7 +229,13 @@ class TestChanges:
         assert tokens_of(llm) == before
 
     @pytest.mark.parametrize(
-        ("name", "ranks"), [*ONE_RANK, (FIRST[1], 2), *whole_only(without([*ONE_RANK, (FIRST[1], 2)]))]
+        ("name", "ranks"),
+        [
+            *ONE_RANK,
+            (FIRST[1], 2),
+            *whole_only((name, 1) for name in PUBLISHED if name not in FIRST),
+            *whole_only(both for both in TWO_RANKS if both != (FIRST[1], 2)),
+        ],
     )
     def test_checkpoints_come_again(self, name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None:
         folder, _ = write("qwen3", PUBLISHED[name])

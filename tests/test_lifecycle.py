@@ -150,15 +150,15 @@ def test_a_script_beside_the_clone_imports_it(script: str, tmp_path: Path) -> No
 
 
 def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="nanoinfer"), LLM(BUNDLED_MODEL, num_kvcache_blocks=16) as llm:
+    with caplog.at_level(logging.INFO, logger="nanoinfer"), LLM(BUNDLED_MODEL, num_kvcache_blocks=128) as llm:
         llm.generate([[30]], greedy(2), use_tqdm=False)
         plan = llm.memory
-        assert llm.config.num_kvcache_blocks == plan.blocks == 16
+        assert llm.config.num_kvcache_blocks == plan.blocks == 128
         assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.steps.kv_cache.nbytes
         limits = plan.max_model_len, plan.max_position
         assert limits == (llm.config.max_model_len, llm.config.description.max_position) == (2048, 2048)
     assert [record.getMessage() for record in caplog.records] == [str(plan), repr(llm)]
-    assert "16 blocks" in str(plan)
+    assert "128 blocks" in str(plan)
     assert "max_model_len=2048 of the model's 2048" in str(plan)
 
 

@@ -26,7 +26,12 @@ SETTINGS = [
     greedy(4, logprobs=3, prompt_logprobs=0),
     SamplingParams(max_tokens=4, seed=3, top_p=0.9, repetition_penalty=1.2, logprobs=1, kept_tokens=True),
 ]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kvcache_blocks": 20, "max_model_len": 256}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_kvcache_blocks": 20,
+    "kvcache_block_size": 256,
+    "max_model_len": 256,
+}
 
 
 class NoFunction(TorchFunctionMode):

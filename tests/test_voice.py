@@ -38,7 +38,7 @@ from nanoinfer.weights.pinned import Uploads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8}
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 128}
 RANKS, REPLICAS = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}
 STORED = 5_509_504  # bytes of the bundled model's weights
 LINE = r"shakespeare-qwen3 on the CPU with 1 thread, float32, torch, KV cache of 2,048 tokens, ready in \d+\.\d s"
@@ -51,7 +51,7 @@ voice.QUIET_SECONDS = 0.0
 
 if __name__ == "__main__":
     options = {name: int(value) for name, value in (option.split("=") for option in sys.argv[1:])}
-    LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8, **options).close()
+    LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=128, **options).close()
 """
 
 

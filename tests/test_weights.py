@@ -750,10 +750,10 @@ class TestRequestsThatRun:
         ("in_flight", "files", "stride", "stride_near_end"),
         [
             *whole_only(
-                (fate, (*HOST_FILES, "weights.py", "updater.py", "sources.py", "roll.py", WRITER), 293, 1)
+                (fate, (*HOST_FILES, "weights.py", "updater.py", "sources.py", "roll.py", WRITER), 587, 1)
                 for fate in get_args(Fate)
             ),
-            *whole_only([("recompute", (WRITER,), 13, 1)]),
+            *whole_only([("recompute", (WRITER,), 29, 1)]),
             ("recompute", (WRITER,), 307, 3),
         ],
     )

@@ -194,30 +194,6 @@ class BlockManager:
             self.states.fork(other)
         return copies
 
-    @property
-    def can_copy_tails(self) -> bool:
-        """Whether what stands behind a sequence's whole nodes can be another's: states cannot be copied from there."""
-        return self.states is None
-
-    def copy_tail(self, leader: Sequence, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Copy what a leader holds (see Followers) of a sequence's tokens from `start` to the first that it computes.
-
-        start, end: of the sequence's first chunk, for which it has blocks
-        Returns the blocks to copy, and their copies; none where the leader has begun otherwise, or holds too little.
-        """
-        shared = seq.num_reusable
-        if leader.node is None or leader.is_long != seq.is_long or not start < shared <= min(end, leader.num_scheduled):
-            return []
-        copies = []
-        for size, theirs, own, released in zip(
-            self._sizes, leader.block_tables, seq.block_tables, leader.num_released, strict=True
-        ):
-            if start // size < released:
-                return []
-            columns = range(start // size, -(-shared // size))
-            copies += [(theirs[column], own[column]) for column in columns]
-        return copies
-
     def num_needed(self, seq: Sequence, count: int = 1) -> int:
         """Return how many blocks the next `count` tokens to be scheduled need."""
         end, needed = seq.num_scheduled + count, 0

@@ -45,7 +45,7 @@ class Scheduler:
         self.long_from = long_from
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
-        self.followers = Followers(block_manager.layout.prefix_size)
+        self.followers = Followers(block_manager.layout)
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
@@ -53,7 +53,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
-        if self.block_manager.can_copy_tails and self.followers.add(seq):
+        if self.followers.add(seq):
             return
         self.admission.add(seq)
         self.block_manager.expect(seq)
@@ -128,8 +128,7 @@ class Scheduler:
                     return None  # others decode meanwhile
             start = seq.num_scheduled
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
-            leader = self.followers.take_leader(seq)
-            if leader is not None and (tail := self.block_manager.copy_tail(leader, seq, start, end)):
+            if tail := self.followers.copy_tail(seq, start, end):
                 copies += tail
                 start = seq.num_scheduled = seq.num_cached_tokens = seq.num_reusable
             if seq.images is not None:

@@ -119,8 +119,7 @@ GROUPINGS = {
 
 
 WIDE = "int4 g64 zeros", "nvfp4"  # they take the most registers
-AS_G128 = "int4 g32", "int4 rows"  # for few tokens their kernels take what those of groups of 128 do
-OTHER_IN_FP16 = "int8 rows", "mxfp4"  # the others' kernels for float16 take what those for bfloat16 do
+AS_OTHERS = "int4 g128", "int4 g32", "int4 rows"  # for few tokens their kernels take less than those of `WIDE`
 PRODUCTS = [*product(("down",), (1, 300), (BF16,)), *product(("qkv",), (1, 8), (BF16,)), ("gates and ups", 64, BF16)]
 
 
@@ -358,16 +357,14 @@ def of_products() -> Iterator[Launch]:
                 often = "always"
             call = partial(multiply, weigh, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
-    for dtype in (BF16, FP16):
-        call = partial(multiply, plain, "gates and ups", 4096, dtype)
-        yield Launch(f"plain, gates and ups of 4096 in {dtype}", call)
-    for tokens, inputs in ((65, 4096), (144, 4096), (128, 12288), (192, 12288), (256, 12288)):
+    yield Launch("plain, gates and ups of 4096 in float16", partial(multiply, plain, "gates and ups", 4096, FP16))
+    for tokens, inputs in ((144, 4096), (192, 12288), (256, 12288)):
         yield Launch(f"few outputs of {inputs}, {tokens} tokens", partial(multiply_few_outputs, tokens, inputs))
     for tokens in (16, 64, 300):
         yield Launch(f"fp8 of {tokens}, captured", partial(multiply_captured, tokens), often_if(tokens == 64))
-    for tokens in (16, 32, 300):
+    for tokens in (16, 300):
         yield Launch(f"fp8 of {tokens}, in order", partial(multiply_fp8_in_order, tokens))
-    for tokens, dtype in (*product((16, 300), (BF16, FP32)), (64, BF16), (3000, BF16)):
+    for tokens, dtype in ((16, BF16), (300, BF16), (300, FP32), (3000, BF16)):
         yield Launch(f"plain of {tokens} in {dtype}, in order", partial(multiply_in_order, plain, tokens, dtype))
 
 
@@ -375,19 +372,18 @@ def of_adapters() -> Iterator[Launch]:
     ways = [
         ("qkv", 16, 16, BF16),
         ("gates and ups", 16384, 128, BF16),
-        *product(("down",), (16, 16384), (128,), (FP32,)),
-        ("down", 16, 48, FP32),
+        ("down", 16, 128, FP32),
     ]
     for name, tokens, rank, dtype in ways:
         yield Launch(f"{name} of {tokens}, {rank=}, in {dtype}", partial(adapt, name, tokens, rank, dtype))
     kinds = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].linear}
-    of_row = *product(kinds, (("qkv", 128), ("gates and ups", 16))), ("int4", ("down", 128))
+    of_row = *product(kinds, (("qkv", 128),)), ("int4", ("gates and ups", 16))
     for kind, (name, rank) in of_row:
         weigh = kinds[kind]
         call, often = partial(adapt_row, weigh, name, rank, BF16), often_if((kind, rank) == ("int4", 16))
         yield Launch(f"{kind}, {name} of a row, {rank=}", call, often)
     of_experts = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].experts}
-    for kind, tokens in (("plain", 1), ("fp8", 1000), *product(("plain", "int4"), (4000,))):
+    for kind, tokens in (("plain", 1), ("fp8", 1000), ("int4", 4000)):
         call = partial(adapt_experts, of_experts[kind], tokens, BF16)
         yield Launch(f"{kind}, experts of {tokens} with adapters", call)
 
@@ -396,17 +392,17 @@ def of_groups() -> Iterator[Launch]:
     of_kinds = [
         *product(GROUPINGS, PRODUCTS),
         *product(WIDE, (("gates and ups", 1, BF16), ("qkv", 1, FP32))),
-        *product(("int4 g64 zeros", "int8 rows", "nvfp4", "mxfp4"), (("qkv", 8, FP32),)),
-        *product(OTHER_IN_FP16, (("down", 300, FP16),)),
+        ("int8 rows", ("qkv", 8, FP32)),
+        ("mxfp4", ("down", 300, FP16)),
     ]
     for kind, (name, tokens, dtype) in of_kinds:
-        if kind not in AS_G128 or tokens == 300:
+        if kind not in AS_OTHERS or tokens == 300:
             often = often_if((kind, name, tokens) == ("int8 rows", "qkv", 8))
             if (kind, name, tokens, dtype) == ("nvfp4", "qkv", 8, BF16):
                 often = "always"
             call = partial(multiply, GROUPINGS[kind].linear, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
-    for kind, tokens in (*product((*WIDE, "int8 rows", "mxfp4"), (300,)), *product(WIDE, (1,))):
+    for kind, tokens in product(WIDE, (1, 300)):
         yield Launch(f"{kind} of {tokens}, in order", partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16))
     yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
 
@@ -423,46 +419,44 @@ def of_experts() -> Iterator[Launch]:
 
 def of_group_experts() -> Iterator[Launch]:
     of_kinds = [
-        *product(("int4 g128", *WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
-        *product(("int4 g32", "int4 g64 zeros", "mxfp4"), ((200, BF16),)),
-        *product(("nvfp4", "mxfp4"), ((4000, FP32),)),
-        ("nvfp4", (1, FP32)),
-        ("mxfp4", (4000, FP16)),
+        *product((*WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
+        *product(("int4 g64 zeros", "mxfp4"), ((200, BF16),)),
+        ("nvfp4", (4000, FP32)),
     ]
     for kind, (tokens, dtype) in of_kinds:
         call = partial(mlps, GROUPINGS[kind].experts, QWEN3_30B, tokens, dtype, "silu")
         yield Launch(f"{kind} of {tokens} in {dtype}", call)
-    for tokens in (300, 2000):
-        call = partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, tokens, BF16, CLAMPED)
-        yield Launch(f"gpt-oss of {tokens}", call, often_if(tokens == 300))
+    yield Launch("gpt-oss of 300", partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, 300, BF16, CLAMPED), "often")
     yield Launch("int4 rows, tiny", partial(mlps, GROUPINGS["int4 rows"].experts, TINY, 300, FP32, "silu"))
 
 
 def of_attention() -> Iterator[Launch]:
-    for head_dim, cache, rows in product(HEADS, (BF16, FP8), (1, 8, 200)):
-        if rows == 200 or head_dim in (128, 512) or (rows, cache) == (1, BF16):
+    for head_dim, cache, rows in product(HEADS, (BF16, FP8), (1, 200)):
+        if rows == 200 or head_dim == 128 or (rows, cache) == (1, BF16):
             call = partial(decode, head_dim, rows, cache, None, False)
             named = MAKES_WAY if rows == 1 and head_dim <= 256 else f"decode of {rows}"
             yield Launch(f"{named}, {head_dim=}, {cache=}", call)
     for head_dim, cache in product(HEADS, (BF16, FP8)):
-        call = partial(prefill, head_dim, 1000, cache, None, False)
-        yield Launch(f"prefill, {head_dim=}, {cache=}", call, often_if((head_dim, cache) == (512, BF16)))
-    for head_dim, cache in (*product((64, 512), (FP8,)), *product((128, 256), (BF16, FP8))):
+        if head_dim in (128, 512) or cache == FP8:
+            call = partial(prefill, head_dim, 1000, cache, None, False)
+            yield Launch(f"prefill, {head_dim=}, {cache=}", call, often_if((head_dim, cache) == (512, BF16)))
+    for head_dim, cache in (*product((64, 128, 256, 512), (FP8,)), (256, BF16)):
         call = partial(store, head_dim, 300, cache)
         yield Launch(f"keys, {head_dim=}, {cache=}", call, "always" if (head_dim, cache) == (128, FP8) else "seldom")
     yield Launch("decode with a window", partial(decode, 256, 200, BF16, 1024, False))
     yield Launch("prefill with a window", partial(prefill, 256, 1000, BF16, 1024, False))
-    for head_dim in (128, 256, 512):
+    for head_dim in (128, 512):
         yield Launch(f"decode in order, {head_dim=}", partial(decode, head_dim, 200, BF16, None, True))
+    for head_dim in (256, 512):
         yield Launch(f"prefill in order, {head_dim=}", partial(prefill, head_dim, 1000, BF16, None, True))
 
 
 def of_guesses_and_prefixes() -> Iterator[Launch]:
-    for head_dim, cache in ((64, BF16), *product((128, 256, 512), (BF16, FP8))):
+    for head_dim, cache in ((128, BF16), (128, FP8), (256, BF16), (512, FP8)):
         named, often = f"{head_dim=}, {cache=}", often_if((head_dim, cache) == (128, BF16))
         yield Launch(f"8 guesses, {named}", partial(verify, head_dim, 8, cache, None, 8), often)
-        if head_dim in (128, 512):
-            yield Launch(f"prefixes, {named}", partial(share, head_dim, 16, cache, 0))
+    for head_dim, cache in ((128, BF16), (512, FP8)):
+        yield Launch(f"prefixes, {head_dim=}, {cache=}", partial(share, head_dim, 16, cache, 0))
     yield Launch("4 guesses", partial(verify, 128, 8, BF16, None, 4))
     yield Launch("8 guesses with a window", partial(verify, 256, 8, FP8, 1024, 8))
     yield Launch("prefixes, 8 guesses", partial(share, 256, 16, BF16, 8))
@@ -474,7 +468,7 @@ def of_the_rest() -> Iterator[Launch]:
         call = partial(delta, matrices, is_prefill)
         yield Launch(f"delta rule, {matrices=}, {is_prefill=}", call, often_if(is_prefill))
     yield Launch("around the delta rule", convolve_and_norm)
-    for size, dtype in product((1024, 4096, 5376, 12288), (BF16, FP32)):
+    for size, dtype in ((1024, BF16), (5376, BF16), *product((4096, 12288), (BF16, FP32))):
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xxhash import xxh64_intdigest
 
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.sequence import Sequence
 
 
@@ -14,9 +15,8 @@ class Followers:
     the rest again. A follower waits for the step behind its leader's instead, and copies the leader's last blocks.
     """
 
-    def __init__(self, size: int) -> None:
-        """size: tokens of a node: sequences of one step share these without a copy"""
-        self._size = size
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
         self._leaders: dict[int, Sequence] = {}  # that have not been let go on, by a hash of what others may share
         self._followers: dict[Sequence, list[Sequence]] = {}  # of these
         self._waiting: dict[Sequence, Sequence] = {}  # followers, and the leaders that they wait for
@@ -26,7 +26,9 @@ class Followers:
         """Note a new sequence; returns whether it follows another, and has to wait for `release`."""
         if not (seq.is_only_scored and seq.wants_prompt_logprobs and seq.images is None):
             return False
-        if seq.num_reusable % self._size == 0:
+        if self._layout.states:  # which cannot be copied from where their blocks end
+            return False
+        if seq.num_reusable % self._layout.prefix_size == 0:  # sequences of one step share whole nodes without a copy
             return False
         digest = _digest(seq)
         leader = self._leaders.setdefault(digest, seq)
@@ -57,9 +59,27 @@ class Followers:
             self._released[seq] = self._waiting.pop(seq)
         return released
 
-    def take_leader(self, seq: Sequence) -> Sequence | None:
-        """Return the leader of a sequence that begins, if it has one. It may have ended."""
-        return self._released.pop(seq, None)
+    def copy_tail(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the blocks to copy of a leader, and their copies, for a sequence that begins.
+
+        start, end: of its first chunk, for which it has blocks; the copies hold what it has from `start` to the first
+        token that it computes
+        Returns none if it has no leader, or if its own has begun otherwise, or holds too little by now.
+        """
+        leader, shared = self._released.pop(seq, None), seq.num_reusable
+        if leader is None or leader.node is None or leader.is_long != seq.is_long:
+            return []
+        if not start < shared <= min(end, leader.num_scheduled):
+            return []
+        copies = []
+        for group, theirs, own, released in zip(
+            self._layout.groups, leader.block_tables, seq.block_tables, leader.num_released, strict=True
+        ):
+            if start // group.block_size < released:
+                return []
+            columns = range(start // group.block_size, -(-shared // group.block_size))
+            copies += [(theirs[column], own[column]) for column in columns]
+        return copies
 
     def lose_leader(self, leader: Sequence) -> None:
         """Let none copy from a sequence that begins again."""
