@@ -502,7 +502,7 @@ class TestFailures:
     def test_one_rank_is_out_of_memory(self, make_two: Callable[..., LLM]) -> None:
         llm = make_two()
         remains = Remains.of(llm)
-        llm.engine.ranks.workers.send("_make_cache", (1 << 30,))
+        llm.engine.ranks.workers.send("_make_cache", (1 << 34,))
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*(Unable to allocate|out of memory)"):
             llm.generate([[30]], greedy(50), use_tqdm=False)
