@@ -14,6 +14,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+from nanoinfer.process.first_launch import OWN_GPU, prepare_own
+
 IMPORTED = [
     "nanoinfer.runner.worker",
     "nanoinfer.replicas.replica",
@@ -31,15 +33,19 @@ class Forked(ForkServerProcess):
         resource_tracker.ensure_running()  # before: its own start lets all signals through
         self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `run`, and in the server
         self.environment = dict(os.environ)
+        own_gpu = os.environ.pop(OWN_GPU, None)  # a server with a context on a GPU has forks that cannot use one
         try:
             super().start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+            if own_gpu is not None:
+                os.environ[OWN_GPU] = own_gpu
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self.environment)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        prepare_own()
         super().run()
 
 
