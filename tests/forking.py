@@ -10,11 +10,11 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from nanoinfer.process.first_launch import OWN_GPU, prepare_own
+from nanoinfer.process.first_launch import prepare_own
 
 IMPORTED = [
     "nanoinfer.runner.worker",
@@ -23,7 +23,13 @@ IMPORTED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.processing_auto",
 ]
+SERVERS = dict(os.environ)  # environment
 CONTEXTS: dict[str, Any] = mp.context._concrete_contexts  # type: ignore[attr-defined]
+
+
+def enter(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 class Forked(ForkServerProcess):
@@ -33,17 +39,17 @@ class Forked(ForkServerProcess):
         resource_tracker.ensure_running()  # before: its own start lets all signals through
         self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `run`, and in the server
         self.environment = dict(os.environ)
-        own_gpu = os.environ.pop(OWN_GPU, None)  # a server with a context on a GPU has forks that cannot use one
         try:
+            enter(SERVERS)  # nor is the server for one GPU: a context there would be of no use to its forks
+            forkserver.ensure_running()
+            enter(self.environment)
             super().start()
         finally:
+            enter(self.environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-            if own_gpu is not None:
-                os.environ[OWN_GPU] = own_gpu
 
     def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.environment)
+        enter(self.environment)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         prepare_own()
         super().run()
