@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 import os
@@ -11,6 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # behind what others register: the interpreter takes itself apart for seconds
 
 import pytest
 import torch
@@ -104,7 +108,8 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or Triton's bindings tell of leaks when the process ends
+    if not BESIDE_OTHERS:  # whose process ends at once
+        gc.unfreeze()  # or Triton's bindings tell of leaks when the process ends
 
 
 def whole_only(cases: Iterable[Any]) -> list[Any]:
