@@ -492,7 +492,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("device", "fault"),
     [
-        *whole_only([("cpu", "error"), ("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
+        *whole_only([("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
         *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS if fault != "rank"),
     ],
 )
