@@ -21,7 +21,7 @@ class FreeBlocks:
         self._num_eager = num_blocks if num_eager is None else num_eager
         self._num_touched = 0  # fresh blocks are handed out in their order: the others are those from this one on
         self._most_held = 0  # at once
-        self._empty: OrderedDict[int, None] = OrderedDict()  # they hold nothing to keep; the last is handed out first
+        self._empty: dict[int, None] = {}  # they hold nothing to keep; the last is handed out first
         self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently freed one first
 
     def __len__(self) -> int:
@@ -65,4 +65,4 @@ class FreeBlocks:
         having = set(kept)
         self._kept = OrderedDict.fromkeys(block_id for block_id in order if block_id in having)
         without = [block_id for block_id in order if block_id not in having]
-        self._empty = OrderedDict.fromkeys([*reversed(without), *self._empty])
+        self._empty = dict.fromkeys([*reversed(without), *self._empty])

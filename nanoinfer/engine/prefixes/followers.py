@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xxhash import xxh64_intdigest
+from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.sequence import Sequence
@@ -17,10 +17,9 @@ class Followers:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
-        self._leaders: dict[int, Sequence] = {}  # that have not been let go on, by a hash of what others may share
-        self._followers: dict[Sequence, list[Sequence]] = {}  # of these
-        self._waiting: dict[Sequence, Sequence] = {}  # followers, and the leaders that they wait for
-        self._released: dict[Sequence, Sequence] = {}  # the same of those that are to begin now
+        self._leaders: dict[tuple[int, bytes], Sequence] = {}  # that let none go on yet, by what others may share
+        self._followers: dict[Sequence, list[Sequence]] = {}  # of these leaders: they wait
+        self._leader_of: dict[Sequence, Sequence] = {}  # of those that wait, and of those that are to begin now
 
     def add(self, seq: Sequence) -> bool:
         """Note a new sequence; returns whether it follows another, and has to wait for `release`."""
@@ -30,15 +29,12 @@ class Followers:
             return False
         if seq.num_reusable % self._layout.prefix_size == 0:  # sequences of one step share whole nodes without a copy
             return False
-        digest = _digest(seq)
-        leader = self._leaders.setdefault(digest, seq)
+        leader = self._leaders.setdefault(_shared(seq), seq)
         if leader is seq:
             self._followers[seq] = []
             return False
-        if not _begin_alike(seq, leader):
-            return False
         self._followers[leader].append(seq)
-        self._waiting[seq] = leader
+        self._leader_of[seq] = leader
         return True
 
     def count(self, seq: Sequence) -> int:
@@ -48,15 +44,13 @@ class Followers:
     @property
     def waiting(self) -> list[Sequence]:
         """Those that wait for their leaders."""
-        return list(self._waiting)
+        return [*chain.from_iterable(self._followers.values())]
 
     def release(self, leader: Sequence) -> list[Sequence]:
         """Return those that waited for a sequence, which has been planned up to what they share, or has ended."""
         if (released := self._followers.pop(leader, None)) is None:
             return []
-        del self._leaders[_digest(leader)]
-        for seq in released:
-            self._released[seq] = self._waiting.pop(seq)
+        del self._leaders[_shared(leader)]
         return released
 
     def copy_tail(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -66,7 +60,7 @@ class Followers:
         token that it computes
         Returns none if it has no leader, or if its own has begun otherwise, or holds too little by now.
         """
-        leader, shared = self._released.pop(seq, None), seq.num_reusable
+        leader, shared = self._leader_of.pop(seq, None), seq.num_reusable
         if leader is None or leader.node is None or leader.is_long != seq.is_long:
             return []
         if not start < shared <= min(end, leader.num_scheduled):
@@ -83,13 +77,14 @@ class Followers:
 
     def lose_leader(self, leader: Sequence) -> None:
         """Let none copy from a sequence that begins again."""
-        for seq in [seq for seq, own in self._released.items() if own is leader]:
-            del self._released[seq]
+        if leader not in self._followers:  # else these still wait for it
+            for seq in [seq for seq, own in self._leader_of.items() if own is leader]:
+                del self._leader_of[seq]
 
     def drop(self, seq: Sequence) -> bool:
         """Forget a sequence that has ended; returns whether it still waited for its leader."""
-        self._released.pop(seq, None)
-        if (leader := self._waiting.pop(seq, None)) is None:
+        leader = self._leader_of.pop(seq, None)
+        if leader is None or leader not in self._followers:
             return False
         self._followers[leader].remove(seq)
         return True
@@ -98,16 +93,9 @@ class Followers:
         """Forget all."""
         self._leaders.clear()
         self._followers.clear()
-        self._waiting.clear()
-        self._released.clear()
+        self._leader_of.clear()
 
 
-def _digest(seq: Sequence) -> int:
-    return xxh64_intdigest(seq.content(0, seq.num_reusable), seed=seq.adapter + 1)
-
-
-def _begin_alike(seq: Sequence, other: Sequence) -> bool:
-    count = seq.num_reusable
-    if (seq.adapter, count) != (other.adapter, other.num_reusable):
-        return False
-    return seq.token_ids[:count] == other.token_ids[:count]
+def _shared(seq: Sequence) -> tuple[int, bytes]:
+    """Return what sequences share that have one leader."""
+    return seq.adapter, seq.content(0, seq.num_reusable)
