@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import timeit
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -511,11 +513,9 @@ class TestNeverHalfNew:
     @pytest.mark.parametrize("first", [0, *whole_only([1, 2])])
     def test_interrupted_at_random_moments(self, first: int, llm: LLM, bundled: Tensors, other: Tensors) -> None:
         before = results(llm)
-        begin = time.perf_counter()
-        llm.update_weights(other)
-        seconds = time.perf_counter() - begin
+        seconds = min(timeit.repeat(lambda: llm.update_weights(other), number=1, repeat=2))
         broken = 0
-        for number in range(first, 21, 3):
+        for number in itertools.count(first, 3):
             with pytest.raises(KeyboardInterrupt):
                 self.update_interrupted(llm, other, seconds * number / 14)
             try:
@@ -523,7 +523,10 @@ class TestNeverHalfNew:
             except RuntimeError:
                 broken += 1
                 llm.update_weights(bundled)
-        assert 0 < broken < 7
+            else:
+                if number > 14:  # it came behind the end: other processes may have slowed the updates before
+                    break
+        assert broken > 0
         llm.update_weights(bundled)
         assert results(llm) == before
 
