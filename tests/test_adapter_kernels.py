@@ -257,7 +257,7 @@ def in_order(weight: Tensor) -> InOrderWeight:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":  # numpy adds up in another order for another number of rows
             patch.setattr("nanoinfer.kernels.linear.in_order.find_sizes", lambda *_: frozenset())
-        return InOrderWeight(weight, True, [1, len(MIXED)])
+        return InOrderWeight(weight, weight.dtype, True, [1, len(MIXED)])
 
 
 def in_parts(weight: Tensor) -> WeightInParts:

@@ -23,28 +23,34 @@ from nanoinfer.kernels.fp8 import HAS_FP8
 
 SCRIPT = Path(__file__).parent / "cases" / "card_compiler.py"
 L1_BYTES = 48 << 10  # of shared memory, with which a program leaves its successor the L1 cache
-SPILLED = {  # bytes of an H100's thread that found no register, at most, by Triton 3.6 or 3.9
+SPILLED = {  # bytes of an H100's thread that found no register, at most, by Triton 3.6 or 3.9; of all launches, or one
     "_decode_kernel": 24,
     "_delta_rows_kernel": 48,
     "_expand_kernel": 36,  # in float32, of rank 128
-    "_expert_kernel": 48,
     "_go_through_kernel": 84,
     "_group_kernel": 20,
-    "_group_tiles_kernel": 24,  # NVFP4 in float32
-    "_group_wave_kernel": 380,  # more than 64 tokens, and groups of 32 or 64
-    "_in_order_kernel": 16,
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_prefix_kernel": 640,  # heads of 512 in FP8
     "_rms_norm_kernel": 16,
     "_shrink_kernel": 20,  # in float32
+    "_tiles_kernel: int4, experts of 4000 with adapters": 44,
+    "_tiles_kernel: int4 g128, down of 300 in torch.bfloat16": 20,
+    "_tiles_kernel: int4 g32, down of 300 in torch.bfloat16": 56,
+    "_tiles_kernel: int4 g64 zeros, down of 300 in torch.bfloat16": 368,
+    "_tiles_kernel: int4 rows, down of 300 in torch.bfloat16": 20,
+    "_tiles_kernel: mxfp4, down of 300 in torch.bfloat16": 48,
+    "_tiles_kernel: mxfp4, down of 300 in torch.float16": 64,
+    "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
+    "_tiles_kernel: plain of 200 in torch.float32": 8,
+    "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
 }
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
-    "_expert_kernel": 188,
     "_go_through_kernel": 1036,
     "_look_within_kernel": 348,
     "_paged_decode_kernel": 88,
+    "_tiles_kernel: plain of 4000 in torch.bfloat16": 188,
 }
 
 Ask = Callable[[str, list[str], list[str]], dict[str, Any]]  # as Compiler.compile
@@ -101,8 +107,14 @@ def test_kernels_fit(card: str, rooms: list[str], often: list[str], ask: Ask) ->
     assert not errors
     assert kernels
     shared_bytes = CARDS[card].shared_bytes
-    assert not [one for one in kernels if one["shared"] > shared_bytes or one["spilled"] > most.get(one["name"], 0)]
+    assert not [one for one in kernels if one["shared"] > shared_bytes or one["spilled"] > allowed(one, most)]
     assert all(one["shared"] <= L1_BYTES for one in kernels if one["launch"].startswith(MAKES_WAY))
+
+
+def allowed(kernel: dict[str, Any], most: dict[str, int]) -> int:
+    """Return how many bytes may find no register: those of a kernel's launch, or of all its launches."""
+    name = kernel["name"]
+    return most.get(f"{name}: {kernel['launch']}", most.get(name, 0))
 
 
 def is_refusal(error: str) -> bool:

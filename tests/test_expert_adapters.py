@@ -9,17 +9,17 @@ from itertools import product
 import pytest
 import torch
 from conftest import DEVICE, of_each_kind, whole_only
-from test_group_experts import INT4, MXFP4, dequantized
+from test_group_experts import INT4, MXFP4, dequantized, draw
 from test_kernels import DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
-from nanoinfer.kernels.experts.in_order import Grouping
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.order import Grouping
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
 COUNT, USED, HIDDEN, SIZE, RANK, MAX_ADAPTERS = 5, 2, 128, 64, 16, 3  # experts, those of a token, ...
@@ -85,8 +85,7 @@ def test_plain_experts(dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize("grouping", [INT4, *whole_only([MXFP4])], ids=str)
 def test_experts_in_groups(grouping: Grouping, slots: list[int]) -> None:
     """And what an activation with clamped gates and ups, and biases, make of it."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    gate_up, down = (grouping.draw(COUNT, *shape, generator) for shape in ((2 * SIZE, HIDDEN), (HIDDEN, SIZE)))
+    gate_up, down = draw(grouping, COUNT, 2 * SIZE, HIDDEN), draw(grouping, COUNT, HIDDEN, SIZE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, routes, adapters = make(slots, dtype)
     wanted = expected(x, routes, dequantized(gate_up), dequantized(down), adapters, ClampedSwiGLU(1.702, 7.0))

@@ -13,16 +13,17 @@ from nanoinfer.kernels.groups import BITS, E2M1, GroupWeight, Numbers, dequantiz
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.groups import cpu, dense, in_order, one_row, scales
+from nanoinfer.kernels.linear.groups import cpu, dense, one_row, scales
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize, dequantize_triton
-from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight, Shape, check_order, group_in_order
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
-from nanoinfer.kernels.linear.groups.one_wave import Cut, can_multiply, find_cut, one_wave_triton
+from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_cut, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
+from nanoinfer.kernels.linear.in_order import InOrderWeight, group_in_order
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.tiles import Cut
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 # The interpreter has no products of bfloat16. On a GPU only results are rounded to it.
@@ -139,7 +140,7 @@ class TestProducts:
 def test_pieces_add_up_to_the_product(kind: Kind) -> None:
     """The first has the bias; five pieces of three or six steps are no equal ones."""
     weight, bias, x = make(kind, 128, 384), draw(128), draw(3, 384)
-    out = one_wave_triton(x, weight, Cut(16, 64, 2), bias)
+    out = one_wave_triton(x, weight, Cut(16, 64, pieces=2), bias)
     assert out.dtype == torch.float32
     assert out.shape == (2, 3, 128)
     assert_near(out.sum(0), expected(x, weight, bias), 1e-6)
@@ -251,32 +252,12 @@ class TestInOrder:
         weight, bias, x = make(kind, 100, 384), draw(100), draw(tokens, 384)
         assert_near(group_in_order(x, weight, bias), expected(x, weight, bias))
 
-    @of_kinds
-    def test_what_is_compared_is_all_rounding_error(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-        shape, seen = Shape.of(make(kind, 100, 384)), []
-
-        def product(x: Tensor, weight: GroupWeight, bias: Tensor | None) -> Tensor:
-            seen.append((x, weight))
-            return torch.zeros(len(x), 100)
-
-        monkeypatch.setattr(in_order, "group_in_order", product)
-        check_order.__wrapped__(shape, DTYPE, False, torch.device(DEVICE), (1, 16))
-        x, weight = seen[0]
-        assert Shape.of(weight) == shape
-        out = expected(x, weight, None)
-        assert (out.abs() < 1e-9 * (x.double().abs() @ matrix_of(weight).abs().T)).all()
-
-    def test_other_bits_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(in_order, "group_in_order", lambda x, *_: torch.full((len(x), 8), float(len(x))))
-        with pytest.raises(ValueError, match="deterministic=True: this GPU adds up products in int4 in other orders"):
-            check_order.__wrapped__(Shape.of(make(KINDS[0], 8, 256)), DTYPE, False, torch.device(DEVICE), (1, 2))
-
     def test_what_the_kernel_does_not_multiply_is_refused(self) -> None:
         message = r"in int4, .* here dtype is bfloat16, and 8 of 256 inputs share one; device='cpu' takes all"
         with pytest.raises(ValueError, match=message):
-            GroupInOrderWeight(make(SMALL_GROUPS[1], 8, 256), torch.bfloat16, False, [1])
+            InOrderWeight(make(SMALL_GROUPS[1], 8, 256), torch.bfloat16, False, [1])
         with pytest.raises(ValueError, match="here dtype is float32"):
-            GroupInOrderWeight(make(KINDS[0], 8, 256), torch.float32, False, [1])
+            InOrderWeight(make(KINDS[0], 8, 256), torch.float32, False, [1])
 
 
 @pytest.mark.gpu
@@ -306,7 +287,7 @@ def test_real_sizes(
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_gpu_adds_up_in_order(kind: Kind) -> None:
     """For 1 to 512 tokens, in any order, with and without an activation."""
-    weight = GroupInOrderWeight(make(kind, 4096, 4096), torch.bfloat16, True, [1, 2, 17, 64, 100, 256, 512])
+    weight = InOrderWeight(make(kind, 4096, 4096), torch.bfloat16, True, [1, 2, 17, 64, 100, 256, 512])
     x, bias = draw(512, 4096), draw(4096)
     whole, gated = weight.product(x, bias), weight.product(x, bias, "silu")
     for tokens in (1, 2, 17, 64, 100, 256, 512):

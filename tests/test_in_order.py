@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -13,23 +14,28 @@ from test_kernels import DTYPES, LARGE_HEADS, SHAPES, SHORT, assert_close, atten
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.experts.in_order import Shape, check_order
+from nanoinfer.kernels.experts.in_order import check_order
+from nanoinfer.kernels.experts.operand import group_linear
 from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.fp8 import FP8, Fp8Weight
+from nanoinfer.kernels.groups import dequantize_reference
+from nanoinfer.kernels.linear import in_order
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.in_order import (
+    CUTS,
     FEW,
     NARROW,
     SOME,
-    TILES,
     WIDE,
     InOrderWeight,
-    choose_tiles,
+    choose_cut,
     fits_float32,
     in_order_triton,
 )
+from nanoinfer.kernels.linear.order import AnyNumbers, Grouping, Shape, sizes_alike
 
-ALL_TILES = (*TILES, SOME, FEW, NARROW, WIDE, FEW._replace(used=48), WIDE._replace(used=80))
+ALL_CUTS = (*CUTS, SOME, FEW, NARROW, WIDE, replace(FEW, used=48), replace(WIDE, used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
@@ -70,13 +76,13 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for tiles in (None, *ALL_TILES):
-            assert_close(in_order_triton(x, weight, tiles=tiles), expected)
-            assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
+        for cut in (None, *ALL_CUTS):
+            assert_close(in_order_triton(x, weight, cut=cut), expected)
+            assert_close(in_order_triton(x, weight, bias, cut=cut), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
-        assert InOrderWeight(weight, False, [tokens]).product(x, out=out) is out
+        assert InOrderWeight(weight, dtype, False, [tokens]).product(x, out=out) is out
         assert_close(out, expected)
-        assert_close(InOrderWeight(weight, True, [3]).product(x, bias), expected + bias)
+        assert_close(InOrderWeight(weight, dtype, True, [3]).product(x, bias), expected + bias)
 
     @pytest.mark.parametrize(
         ("has_bias", "dtype", "activation"),
@@ -89,7 +95,7 @@ class TestProducts:
         product = in_order_triton(x, weight, bias)
         expected = gate_mul_triton(product, activation)
         assert_close(expected, gate_mul_reference(product, activation))
-        in_order = InOrderWeight(weight, has_bias, [20])
+        in_order = InOrderWeight(weight, dtype, has_bias, [20])
         for tokens in (1, 5, 16, 20, 33):
             out = in_order.product(x[:tokens], bias, activation)
             assert_close(out, expected[:tokens])
@@ -99,11 +105,11 @@ class TestProducts:
         """Sums in float32 need room, and so do the outputs of a tile where multiprocessors have little memory."""
         for tokens in (1, 16, 17, 64, 128, 256, 16384):
             for out_features in (1024, 4096, 6144, 24576):
-                assert fits_float32(choose_tiles(torch.empty(tokens, 1), out_features))
+                assert fits_float32(choose_cut(torch.empty(tokens, 1), out_features))
         monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
-        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.shared_memory", lambda device: 99 << 10)
+        monkeypatch.setattr("nanoinfer.kernels.linear.tiles.shared_memory", lambda device: 99 << 10)
         for out_features in (1024, 4096, 6144, 12288, 17408, 151936):
-            assert choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).outputs <= 64
+            assert choose_cut(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).block_n <= 64
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(
@@ -119,14 +125,76 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for tiles in ALL_TILES:
-                if dtype == torch.float32 and not fits_float32(tiles):
+            for cut in ALL_CUTS:
+                if dtype == torch.float32 and not fits_float32(cut):
                     continue
-                assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)
-            in_order = InOrderWeight(weight, own_bias is not None, sizes)
+                assert torch.equal(in_order_triton(x, weight, own_bias, cut=cut), expected)
+            in_order = InOrderWeight(weight, dtype, own_bias is not None, sizes)
             for tokens in (*sizes, 3, 17, 33, 65, 130, 300):
                 order = torch.randperm(512, device=DEVICE)[:tokens]
                 assert torch.equal(in_order.product(x[order], own_bias), expected[order])
+
+
+SHAPES_TO_CHECK = [
+    Shape(100, 384),
+    *(Shape(256, inputs, block) for block, inputs in [((128, 128), 512), ((64, 256), 1280), ((1, 512), 512)]),
+    *(Shape(100, 384, None, Grouping("int4", *form)) for form in [(64, SHORT, True, True), (384, SHORT, False, False)]),
+    Shape(100, 384, None, Grouping("int8", 32, SHORT, True, False)),
+    Shape(100, 384, None, Grouping("e2m1", 16, FP8, False, True)),
+    Shape(100, 384, None, Grouping("e2m1", 32, torch.uint8, False, False)),
+]
+
+
+def dense(weight: AnyNumbers) -> torch.Tensor:
+    """What the numbers and scales of a weight, or of several experts', stand for."""
+    if isinstance(weight, torch.Tensor):
+        return weight.double()
+    if isinstance(weight, Fp8Weight):
+        scales, (height, width) = weight.scales.double(), weight.block
+        return weight.numbers.double() * scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
+    if weight.words.dim() == 3:
+        return torch.stack([dense(group_linear(weight, expert)) for expert in range(len(weight.words))])
+    return dequantize_reference(weight, torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES_TO_CHECK, ids=str)
+class TestTheCheck:
+    def test_what_is_compared_is_all_rounding_error(self, shape: Shape) -> None:
+        seen: list[torch.Tensor] = []
+
+        def multiply(x: torch.Tensor, weight: AnyNumbers, bias: torch.Tensor | None) -> torch.Tensor:
+            assert Shape.like(weight) == shape
+            product, size = x.double() @ dense(weight).T, x.double().abs() @ dense(weight).abs().T
+            seen.append(product)
+            assert (product.abs() < 1e-9 * size).all()
+            return product if bias is None else product + bias
+
+        for has_bias in (False, True):
+            how = shape, SHORT, has_bias, torch.device(DEVICE), (1, 16)
+            assert sizes_alike.__wrapped__(multiply, multiply, *how) <= {1, 16}
+        assert [len(product) for product in seen] == [16, 1, 16] * 2
+
+    def test_the_numbers_of_tokens_that_have_other_bits(self, shape: Shape) -> None:
+        def differ(x: torch.Tensor, weight: AnyNumbers, bias: torch.Tensor | None) -> torch.Tensor:
+            return torch.full((len(x), 8), float(len(x) == 2))
+
+        how = shape, SHORT, False, torch.device(DEVICE), (1, 2, 16)
+        assert sizes_alike.__wrapped__(differ, differ, *how) == {1, 16}
+
+    def test_products_with_experts_are_as_large_as_their_inputs(self, shape: Shape) -> None:
+        weight = shape.draw_experts(3, SHORT, torch.Generator(DEVICE))
+        assert Shape.like(weight) == shape
+        assert 0.4 < (randn(100, shape.inputs, dtype=torch.float64) @ dense(weight)[0].T).std() < 2
+
+
+@pytest.mark.parametrize(("bits", "named"), [("FP8", "in FP8 "), ("int4", "in int4 "), ("", "")])
+def test_other_bits_are_refused(bits: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"FP8": SHAPES_TO_CHECK[1], "int4": SHAPES_TO_CHECK[5], "": SHAPES_TO_CHECK[0]}[bits]
+    weight = shape.draw(SHORT, torch.Generator(DEVICE))
+    monkeypatch.setattr(in_order, "sizes_alike", lambda *_, sizes, **__: frozenset(sizes) - {17})
+    assert in_order.find_sizes(weight, SHORT, False, (1, 8)) == frozenset()
+    with pytest.raises(ValueError, match=f"True: this GPU adds up products {named}in other orders for other numbers"):
+        in_order.find_sizes(weight, SHORT, False, (1, 17))
 
 
 @pytest.mark.gpu
@@ -158,8 +226,8 @@ def test_experts_have_the_same_bits(
 @pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
 @pytest.mark.parametrize("used", of_each_kind(zip((1, 2, 8)), 0, 2))
 def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
-    gate_up = Shape(2 * share, hidden_size, None, None)
-    down = Shape(hidden_size // ranks, share * ranks, None, None)
+    gate_up = Shape(2 * share, hidden_size)
+    down = Shape(hidden_size // ranks, share * ranks)
     check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
 
 
@@ -168,7 +236,7 @@ def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: 
 def test_the_check_of_experts_compares_tiles_of_all_sizes(
     used: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrices = Shape(2 * 48, 64, None, None), Shape(64 // ranks, 48 * ranks, None, None)
+    matrices = Shape(2 * 48, 64), Shape(64 // ranks, 48 * ranks)
     tiles: set[int] = set()
 
     def check(wrong: int | None) -> None:

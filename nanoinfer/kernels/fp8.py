@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 FP8 = torch.float8_e4m3fn
 HAS_FP8 = (8, 9)  # the first GPUs that convert and multiply FP8, and for which Triton has the type
@@ -101,7 +101,7 @@ def quantize_triton(x: Tensor) -> Fp8Tokens:
     across, room = out.scales.shape
     grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
     _quantize_kernel[grid](
-        x, out.numbers, out.scales, blocks, across, room, BLOCKS=BLOCKS_PER_PROGRAM, **early_launch(x)
+        x, out.numbers, out.scales, blocks, across, room, BLOCKS=BLOCKS_PER_PROGRAM, **launch_options(x)
     )
     return out
 

@@ -56,9 +56,13 @@ def is_recording() -> bool:
     return getattr(_thread, "records", False)
 
 
-def early_launch(x: Tensor) -> dict[str, bool]:
-    """Return the options for a kernel on x's device; they launch it early if the device can do that."""
-    return {"EARLY": True, "launch_pdl": True} if can_launch_early(x.device) else {"EARLY": False}
+def launch_options(x: Tensor, fused: bool = True) -> dict[str, bool]:
+    """Return the options for a kernel on x's device; they launch it early if the device can do that.
+
+    fused: the compiler may round a product and a sum once together. Every launch says so: Triton's default changes
+    """
+    early = {"EARLY": True, "launch_pdl": True} if can_launch_early(x.device) else {"EARLY": False}
+    return {**early, "enable_fp_fusion": fused}
 
 
 @functools.cache

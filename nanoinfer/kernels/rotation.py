@@ -39,6 +39,7 @@ def rotate_heads_triton(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        enable_fp_fusion=True,
     )
 
 

@@ -106,7 +106,9 @@ def round_to_groups_triton(values: Tensor, group: int, numbers: Numbers, dtype: 
     block_g = max(NUMBERS_PER_PROGRAM // block_k, 1)
     grid = (triton.cdiv(rows * groups, block_g),)
     half = 1 << BITS[numbers] - 1
-    _round_kernel[grid](values, found, scales, rows * groups, group, HALF=half, BLOCK_G=block_g, BLOCK_K=block_k)
+    _round_kernel[grid](
+        values, found, scales, rows * groups, group, HALF=half, BLOCK_G=block_g, BLOCK_K=block_k, enable_fp_fusion=True
+    )
     return found, scales
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 256  # rows per program, however few there are, because Triton compiles a kernel for each size
 
@@ -54,7 +54,7 @@ def locate_rows_triton(
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
-        **early_launch(positions),
+        **launch_options(positions),
     )
     return slots, context_lens, rotary
 
@@ -109,7 +109,7 @@ def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tenso
     """advance_rows as one launch."""
     rows = len(positions)
     _advance_rows_kernel[(triton.cdiv(rows, BLOCK),)](
-        last_tokens, positions, token_ids, drawn, rows, BLOCK=BLOCK, **early_launch(positions)
+        last_tokens, positions, token_ids, drawn, rows, BLOCK=BLOCK, **launch_options(positions)
     )
 
 

@@ -71,7 +71,7 @@ class VocabParallelEmbedding(Head):
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
-        self._in_order = InOrderWeight(self.weight, False, sizes)
+        self._in_order = InOrderWeight(self.weight, self.weight.dtype, False, sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU compute logits by parts, whose shapes do not depend on the number of ranks."""

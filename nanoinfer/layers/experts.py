@@ -60,7 +60,7 @@ class Router(nn.Module):
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
-        self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
+        self._in_order = InOrderWeight(self.weight, self.weight.dtype, self.bias is not None, sizes)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Routes, Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then choose the experts of each token.
@@ -167,7 +167,7 @@ class GatedSharedExpert(nn.Module):
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products with the gate add up in the order of the inputs; sizes: as for InOrderWeight"""
-        self._in_order = InOrderWeight(self.gate, False, sizes)
+        self._in_order = InOrderWeight(self.gate, self.gate.dtype, False, sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what SharedExpert.forward does, weighted."""

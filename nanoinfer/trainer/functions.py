@@ -185,7 +185,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int) -> Te
     """Multiply so many tokens at once."""
     if not x.is_cuda:
         return F.linear(x, weight, bias)
-    in_order = InOrderWeight(weight, bias is not None, [at_once])
+    in_order = InOrderWeight(weight, weight.dtype, bias is not None, [at_once])
     out = x.new_empty(len(x), len(weight))
     for some, target in zip(x.split(at_once), out.split(at_once), strict=True):
         in_order.product(some, bias, out=target)

@@ -114,6 +114,7 @@ class Compiler:
         found, run = self._found, JITFunction.run
 
         def compile_kernel(self: JITFunction, *args: Any, grid: object, **options: Any) -> object:
+            assert "enable_fp_fusion" in options, "each launch says it: Triton's default changes"
             pointers = [MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
             with contextlib.redirect_stdout(io.StringIO()) as log:
                 kernel = run(self, *pointers, grid=grid, **{**options, "warmup": True})

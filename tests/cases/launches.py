@@ -40,12 +40,16 @@ from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
-from nanoinfer.kernels.linear.fp8_in_order import check_multiplies, fp8_in_order
 from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
-from nanoinfer.kernels.linear.groups.in_order import group_in_order
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
-from nanoinfer.kernels.linear.in_order import FEW_TOKENS, in_order_triton
+from nanoinfer.kernels.linear.in_order import (
+    FEW_TOKENS,
+    check_multiplies,
+    fp8_in_order,
+    group_in_order,
+    in_order_triton,
+)
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
 from nanoinfer.kernels.sampling.cutoff import find_cutoff

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows
@@ -62,11 +60,3 @@ class ChoiceAdapters:
         """Return what is added to each choice's downs, [choices, outputs]; gated: their inputs, sorted as `rows`."""
         h = shrink_triton(gated, self.adapters.down, self.rows, used=0)
         return expand_triton(h, self.adapters.down, self.rows)
-
-
-@triton.jit
-def add_added(acc, added_ptr, choice, exists, n, has_output, outputs, TOKENS_LEFT: tl.constexpr):
-    """Add, inside an expert's product of some choices, what ChoiceAdapters adds to the outputs n."""
-    places = added_ptr + choice.to(tl.int64)[:, None] * outputs + n[None, :]
-    added = tl.load(places, mask=exists[:, None] & has_output[None, :], other=0.0).to(tl.float32)
-    return acc + (added if TOKENS_LEFT else tl.trans(added))

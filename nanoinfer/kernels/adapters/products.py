@@ -20,16 +20,16 @@ from torch import Tensor
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, load_tile, outputs_of
 from nanoinfer.kernels.launch import (
-    early_launch,
     fetch,
     fetch_rows,
+    launch_options,
     load_complete,
     num_multiprocessors,
     start_successor,
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block, gate_mul_reference
-from nanoinfer.kernels.linear.one_wave import add_product
+from nanoinfer.kernels.linear.plain import add_product
 
 MAX_PIECES = 8
 MIN_SHARE = 512  # inputs of a piece
@@ -105,7 +105,7 @@ def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = 
         BLOCK_K=BLOCK_K * 2 // x.itemsize,
         num_warps=4 if rows.size == 16 or x.itemsize == 2 else 8,
         num_stages=3 if rows.size > 16 else min(stages, 4) if is_beside else stages,  # beside it is little room
-        **early_launch(x),
+        **launch_options(x),
     )
     return h
 
@@ -247,7 +247,7 @@ def expand_triton(
         BLOCK_N=block_n,
         num_warps=num_warps,
         num_stages=1,
-        **early_launch(h),
+        **launch_options(h),
     )
     return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, SharedQueries, share_queries
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 
 MOST_LANES = 64  # queries times heads: four warps hold their scores
 MOST_RESULTS = 64 * 128  # numbers of the lanes' results, for the same reason
@@ -112,7 +112,7 @@ def bundle_triton(
         QUERIES=queries,
         BLOCK=BLOCK,
         BLOCK_Q=triton.next_power_of_2(queries),
-        **early_launch(first),
+        **launch_options(first),
     )
     return bundles
 

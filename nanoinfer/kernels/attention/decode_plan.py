@@ -16,7 +16,7 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import (
     RESERVED_BYTES,
-    early_launch,
+    launch_options,
     num_multiprocessors,
     shared_memory,
     wait_for_predecessor,
@@ -135,7 +135,7 @@ def plan_decode(
         BLOCK_R=block_r,
         BLOCK_W=block_w,
         BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, planners)),
-        **early_launch(context_lens),
+        **launch_options(context_lens),
     )
     return plan
 

@@ -154,6 +154,7 @@ def merge(attended: Tensor, log_total: Tensor, other: Tensor, other_log_total: T
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK=block,
+        enable_fp_fusion=True,
     )
 
 

@@ -14,7 +14,7 @@ from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multi
 from nanoinfer.kernels.attention.scores import combine_partials, explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
-from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, start_successor, wait_for_predecessor
 
 
 def paged_decode_reference(
@@ -141,7 +141,7 @@ def paged_decode_triton(
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         maxnreg=plan.programs.registers,
-        **early_launch(q),
+        **launch_options(q),
     )
     if shared is None:
         return out

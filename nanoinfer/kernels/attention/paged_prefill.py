@@ -191,6 +191,7 @@ def paged_prefill_triton(
         PARTS=tiles.parts,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        enable_fp_fusion=True,
     )
     return out
 

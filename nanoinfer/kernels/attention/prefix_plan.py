@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import can_launch_early, launch_options, num_multiprocessors, wait_for_predecessor
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
@@ -170,7 +170,7 @@ def share_queries_triton(
         tokens,
         MOST=most,
         BLOCK=MOST_QUERIES,
-        **early_launch(row_of),
+        **launch_options(row_of),
     )
     return shared
 

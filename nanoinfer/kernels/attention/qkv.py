@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import put
 from nanoinfer.kernels.fp8 import FP8, round_to_fp8
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm
 
 Parts = Literal["qkv", "qk", "q"]  # what a layer projects for its heads of queries, keys and values
@@ -243,7 +243,7 @@ def norm_rotate_store_triton(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2 if head_dim <= 256 else 4,
-        **early_launch(qkv),
+        **launch_options(qkv),
     )
     return q
 

@@ -14,7 +14,7 @@ from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 
 BLOCK_NUMBERS = 1024  # of the results that a program of add_shared_results puts together
 
@@ -88,7 +88,7 @@ def attend_to_prefixes(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **early_launch(q),
+        **launch_options(q),
     )
     return SharedResults(results, lse, prefixes.num_parts if queries is None else queries.num_parts)
 
@@ -192,7 +192,7 @@ def add_shared_results(own: Tensor, own_lse: Tensor, shared: SharedResults, dtyp
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         num_warps=4,
-        **early_launch(own),
+        **launch_options(own),
     )
     return out
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import norm_warps
 
 
@@ -39,7 +39,7 @@ def sum_squares_triton(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
         kv_heads * head_dim,
         BLOCK=block,
         num_warps=norm_warps(block),
-        **early_launch(qkv),
+        **launch_options(qkv),
     )
     return sums
 

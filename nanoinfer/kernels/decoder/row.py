@@ -96,6 +96,7 @@ class DecoderRow:
             num_warps=WARPS,
             # All programs run at once, or none does: they wait for each other.
             **({"launch_cooperative_grid": True} if out.is_cuda else {}),
+            enable_fp_fusion=True,
         )
         return out
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 
 ROW_BLOCK = 512  # channels of a row's program
 CHUNK_BLOCK = 64  # channels of a chunk's program
@@ -108,7 +108,7 @@ def convolve_rows_triton(
         WIDTH=width,
         SILU=silu,
         BLOCK=ROW_BLOCK,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 
@@ -137,6 +137,7 @@ def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Ch
         TOKENS=CHUNK,
         BLOCK=CHUNK_BLOCK,
         BLOCK_W=triton.next_power_of_2(width),
+        enable_fp_fusion=True,
     )
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_reference, remember, silu_or_same
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 
 NUMBERS = 16384  # of a matrix that a program has: those of a head of 128 x 128
 FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
@@ -113,7 +113,7 @@ def delta_rows_triton(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=4,
-        **early_launch(qkv),
+        **launch_options(qkv),
     )
     return out
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 2048  # numbers of a program
 
@@ -45,7 +45,7 @@ def gated_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Te
         DIM=dim,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

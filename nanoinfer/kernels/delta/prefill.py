@@ -162,6 +162,7 @@ def delta_chunks_triton(
         b.stride(0),
         **shape,
         num_warps=_warps(qkv),
+        enable_fp_fusion=True,
     )
     return _go_through(qkv, squares, factors, matrices, chunks, shape)
 
@@ -193,6 +194,7 @@ def _go_through(
         BLOCK_V=values,
         num_warps=_warps(qkv),
         num_stages=_stages(shape["BLOCK_K"], values, qkv),
+        enable_fp_fusion=True,
     )
     return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.drafting.pack import Places
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 NOTHING = -3  # in place of a token, where a row has kept fewer
 _NOTHING, _NO_GUESS = tl.constexpr(NOTHING), tl.constexpr(-4)  # no draw is _NO_GUESS
@@ -86,7 +86,7 @@ def accept_guesses_triton(drawn: Tensor, places: Places, rows: AdvancedRows, kep
         MOST=most,
         BLOCK=triton.next_power_of_2(most + 2),
         num_warps=1,
-        **early_launch(drawn),
+        **launch_options(drawn),
     )
 
 

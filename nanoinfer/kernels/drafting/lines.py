@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.drafting.pack import BLOCK_PLACES, BLOCK_ROWS, Places
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 
 def find_lines(places: Places, rows: Tensor, numbers: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def find_lines_triton(places: Places, rows: Tensor, numbers: Tensor, count: int)
         count,
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_PLACES=BLOCK_PLACES,
-        **early_launch(rows),
+        **launch_options(rows),
     )
     return at, own
 

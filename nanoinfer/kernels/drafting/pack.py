@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
 
@@ -123,7 +123,7 @@ def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_PLACES=BLOCK_PLACES,
         ARE_FREE=are_free,
-        **early_launch(rows.guesses),
+        **launch_options(rows.guesses),
     )
 
 

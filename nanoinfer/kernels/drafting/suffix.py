@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 SHORTEST, LONGEST = 3, 16  # tokens of a match
 PROGRAMS = 128  # about as many search at once, where sources can be divided
@@ -93,7 +93,7 @@ def propose_suffixes_triton(
     guesses = torch.empty((rows, most), dtype=torch.int32, device=tokens.device)
     counts = torch.empty(rows, dtype=torch.int32, device=tokens.device)
     texts = tokens, lengths, members, slots, groups
-    width, options = tokens.stride(0), early_launch(tokens)
+    width, options = tokens.stride(0), launch_options(tokens)
     lengths_of = {"SHORTEST": SHORTEST, "LONGEST": LONGEST}
     _search_kernel[(rows, others + 1, parts)](
         *texts, best, width, parts, OTHERS=others, **lengths_of, BLOCK=BLOCK, num_warps=8, **options

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 256  # rows per program
 
@@ -46,7 +46,7 @@ def write_last_tokens_triton(
         rows,
         tokens.stride(0),
         BLOCK=BLOCK,
-        **early_launch(tokens),
+        **launch_options(tokens),
     )
 
 

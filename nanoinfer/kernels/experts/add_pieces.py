@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
@@ -16,7 +16,7 @@ def add_pieces(pieces: Tensor) -> Tensor:
     count, tokens, size = pieces.shape
     out = pieces.new_empty(tokens, size)
     grid = (tokens, triton.cdiv(size, BLOCK))
-    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **early_launch(pieces))
+    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
     return out
 
 

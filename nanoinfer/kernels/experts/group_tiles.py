@@ -7,238 +7,101 @@ become numbers. So those never pass through the shared memory, which has little 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.experts import add_added
 from nanoinfer.kernels.experts.operand import GroupOperand
-from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
+from nanoinfer.kernels.groups import GroupWeight, Numbers
+from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
-from nanoinfer.kernels.linear.one_wave import add_product
-from nanoinfer.kernels.sorting import Groups
+from nanoinfer.kernels.linear.plain import add_product
+from nanoinfer.kernels.linear.tiles import Cut, Operand, stages_that_fit
 from nanoinfer.kernels.unpacking import unpack_tile
 
 
+class ExpertParts(NamedTuple):
+    """What the kernel reads of experts' GroupWeights, beside their words. quads: four words in a row"""
+
+    scales: Tensor
+    zeros: Tensor | None
+    quads: int
+
+
 @dataclass(frozen=True)
-class GroupTiling:
-    """How a product is cut: as products.Tiling says, but that block_n are rows of the weight: gates as well as ups."""
+class ExpertForm:
+    """What the kernel is compiled for; numbers, group: of groups.GroupWeight
 
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    persistent: bool
+    exact, paired: GroupOperand's scales_are_exact and scales_are_paired; native: tokens have 16 bits, on a GPU
+    Unless exact, a block has one group, or few that are smaller than those of groups.pack.
+    """
 
-    @classmethod
-    def of(cls, block_m: int, operand: GroupOperand, itemsize: int) -> GroupTiling:
-        """Return the fastest. Where sums are scaled, all have the same blocks of inputs, and so one order.
-
-        itemsize: bytes of a token's numbers. Float32 also has the weight's in the shared memory
-        """
-        is_large, exact = block_m == 128, operand.scales_are_exact
-        block_n = 128 if is_large else 64  # sixteen rows for each warp, and so none makes numbers that another makes
-        block_k = operand.inputs_at_once(64 if itemsize == 4 or (exact and block_m >= 64) else 128)
-        return cls(block_m, block_n, block_k, block_n // 16, 3 if block_m >= 64 else 4, persistent=is_large)
+    numbers: Numbers
+    group: int
+    exact: bool
+    paired: bool
+    native: bool
 
 
-def multiply_group_tiles(
-    x: Tensor,
-    weight: GroupWeight,
-    bias: Tensor | None,
-    added: Tensor | None,
-    out: Tensor,
-    groups: Groups,
-    block_m: int,
-    routes: Routes,
-    activation: Activation | None,
-    in_order: bool,
-) -> None:
-    """Multiply each choice's input with its expert's weight. The arguments are as for the other weights' products."""
-    operand = GroupOperand.of(weight, x.dtype)
-    (tokens, used), (_, rows, in_features) = routes.experts.shape, operand.shape
-    assert x.is_contiguous()
-    tiling = GroupTiling.of(block_m, operand, x.itemsize)
-    stage = tiling.block_k * (tiling.block_m * x.itemsize + tiling.block_n * operand.bits // 8)
-    items = triton.cdiv(rows, tiling.block_n) * len(groups.tiles)
-    programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items
-    _group_tiles_kernel[(programs,)](
-        x,
-        weight.words,
-        readable(weight.scales),
-        weight.zeros,
-        weight.factors,
-        bias,
-        added,
-        out,
-        routes.weights,
-        *groups,
-        tokens,
-        rows,
-        in_features,
-        operand.quads,
-        items,
-        USED=used,
-        ACTIVATION=activation,
-        NUMBERS=weight.numbers,
-        GROUP=weight.group,
-        EXACT=operand.scales_are_exact,
-        PAIRED=operand.scales_are_paired,
-        NATIVE=x.is_cuda and x.itemsize == 2,
-        EVEN=in_features % tiling.block_k == rows % tiling.block_n == 0,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        num_warps=tiling.warps,
-        num_stages=max(1, min(tiling.stages, shared_memory(out.device) // stage)),
-        enable_fp_fusion=not in_order,
-        **early_launch(out),
-    )
+def group_operand_and_cut(weight: GroupWeight, x: Tensor, block_m: int) -> tuple[Operand, Cut]:
+    """Return the operand of experts' weights for vectors x, and the fastest cut for tiles of so many choices.
 
-
-@triton.jit(do_not_specialize=["tokens", "items"])
-def _group_tiles_kernel(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    factors_ptr,
-    bias_ptr,
-    added_ptr,
-    out_ptr,
-    choice_weights_ptr,
-    choices_ptr,
-    tiles_ptr,
-    tokens,
-    weight_rows,
-    in_features,
-    quads,
-    items,
-    USED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EXACT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    GATED: tl.constexpr = ACTIVATION is not None
-    wait_for_predecessor(EARLY)
-    blocks = tl.cdiv(weight_rows, BLOCK_N)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile_ptr = tiles_ptr + item // blocks * 3
-        expert, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-        if first < end:
-            position = first + tl.arange(0, BLOCK_M)
-            exists = position < end
-            source = tl.load(choices_ptr + position, mask=exists, other=0) // USED if GATED else position
-            place = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-            has_row = place < weight_rows
-            n = gated_row(place, weight_rows) if GATED else place
-            row = expert.to(tl.int64) * weight_rows + n
-            if factors_ptr is not None:
-                factors = tl.load(factors_ptr + row, mask=has_row, other=0.0)
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + row, mask=has_row, other=0.0).to(tl.float32)
-            acc = _multiply(
-                x_ptr + source.to(tl.int64)[:, None] * in_features,
-                exists,
-                words_ptr,
-                scales_ptr,
-                zeros_ptr,
-                row,
-                has_row,
-                in_features,
-                quads,
-                NUMBERS,
-                GROUP,
-                EXACT,
-                PAIRED,
-                EVEN,
-                NATIVE,
-                BLOCK_K,
-            )
-            if factors_ptr is not None:
-                acc *= factors[:, None]
-            if bias_ptr is not None:
-                acc += bias[:, None]
-            if added_ptr is not None:
-                choice = tl.load(choices_ptr + position, mask=exists, other=0)  # late, as registers are short before
-                acc = add_added(acc, added_ptr, choice, exists, n, has_row, weight_rows, False)
-            if GATED:
-                both = tl.reshape(tl.trans(acc.to(out_ptr.dtype.element_ty)), [BLOCK_M, BLOCK_N // 2, 2])
-                gate, up = tl.split(both)
-                out = gate_mul_block(gate, up, ACTIVATION)
-                target, outputs = position, weight_rows // 2
-                column = item % blocks * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            else:
-                choice = tl.load(choices_ptr + position, mask=exists, other=0)
-                acc *= tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)[None, :]
-                out = tl.trans(acc.to(out_ptr.dtype.element_ty))
-                target, outputs, column = choice % USED * tokens + choice // USED, weight_rows, place
-            targets = out_ptr + target.to(tl.int64)[:, None] * outputs + column[None, :]
-            tl.store(targets, out, mask=exists[:, None] & (column < outputs)[None, :])
+    Where sums are scaled, all cuts have the same blocks of inputs, and so one order.
+    """
+    known = GroupOperand.of(weight, x.dtype)
+    exact = known.scales_are_exact
+    native = x.is_cuda and x.itemsize == 2
+    form = ExpertForm(weight.numbers, weight.group, exact, known.scales_are_paired, native)
+    parts = ExpertParts(readable(weight.scales), weight.zeros, known.quads)
+    is_large = block_m == 128
+    block_n = 128 if is_large else 64  # sixteen rows for each warp, and so none makes numbers that another makes
+    block_k = known.inputs_at_once(64 if x.itemsize == 4 or (exact and block_m >= 64) else 128)
+    stage = block_k * (block_m * x.itemsize + block_n * known.bits // 8)
+    stages = stages_that_fit(3 if block_m >= 64 else 4, stage, x.device)
+    cut = Cut(block_m, block_n, block_k, 1, block_n // 16, stages, persistent=is_large)
+    _, rows, in_features = known.shape
+    return Operand(weight.words, parts, form, _add_products, rows, in_features, apart=False), cut
 
 
 @triton.jit
-def _multiply(
-    x_ptrs,
-    exists,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    row,
-    has_row,
-    in_features,
-    quads,
-    NUMBERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EXACT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return the products of rows of the weight with vectors, [rows, vectors] float32, but for the rows' factors.
-
-    x_ptrs: of each vector, [vectors, 1]; row: among those of all experts
-    EXACT: GroupOperand.scales_are_exact; else a block has one group, or few that are smaller than those of groups.pack
-    PAIRED: a row's groups are even in number, and so are a block's; each scale is a byte
-    """
-    COUNT: tl.constexpr = max(BLOCK_K // GROUP, 1)
-    SCALE: tl.constexpr = scales_ptr.dtype.element_ty
-    ZEROS: tl.constexpr = zeros_ptr is not None
-    k = tl.arange(0, BLOCK_K)
+def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+    """Return the products of a tile: see linear.plain.add_products."""
+    M: tl.constexpr = HOW.block_m
+    N: tl.constexpr = HOW.block_n
+    K: tl.constexpr = HOW.block_k
+    FORM: tl.constexpr = HOW.form
+    NUMBERS: tl.constexpr = FORM.numbers
+    GROUP: tl.constexpr = FORM.group
+    PAIRED: tl.constexpr = FORM.paired
+    parts, row, has_row, in_features = product.parts, tile.rows, tile.has_row, product.in_features
+    COUNT: tl.constexpr = max(K // GROUP, 1)
+    SCALE: tl.constexpr = parts.scales.dtype.element_ty
+    EVEN: tl.constexpr = HOW.whole and HOW.full
+    wait_for_predecessor(EARLY)
+    k = tl.arange(0, K)
     groups = in_features // GROUP
-    acc = tl.zeros([row.shape[0], exists.shape[0]], tl.float32)
-    scales = _load_groups(scales_ptr, row, has_row, 0, groups, COUNT, PAIRED)
+    x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features
+    acc = tl.zeros([N, M], tl.float32)
+    scales = _load_groups(parts.scales, row, has_row, 0, groups, COUNT, PAIRED)
     zeros = None
-    if ZEROS:
-        zeros = _load_groups(zeros_ptr, row, has_row, 0, groups, COUNT, False)
-    for start in range(0, in_features, BLOCK_K):
-        x_mask = exists[:, None] if EVEN else exists[:, None] & (k < in_features - start)[None, :]
+    if parts.zeros is not None:
+        zeros = _load_groups(parts.zeros, row, has_row, 0, groups, COUNT, False)
+    for start in range(0, in_features, K):
+        x_mask = tile.exists[:, None] if EVEN else tile.exists[:, None] & (k < in_features - start)[None, :]
         x = tl.load(x_ptrs + (start + k)[None, :], mask=x_mask, other=0.0)
-        words = _load_words(words_ptr, row, has_row, start, quads, NUMBERS, EVEN, BLOCK_K)
+        words = _load_words(product.numbers, row, has_row, start, parts.quads, NUMBERS, EVEN, K)
         # Only words come by copies for which no thread waits. So a block's scales are loaded a block before.
-        first = (start + BLOCK_K) // GROUP
-        next_scales = _load_groups(scales_ptr, row, has_row, first, groups, COUNT, PAIRED)
-        if ZEROS:
-            next_zeros = _load_groups(zeros_ptr, row, has_row, first, groups, COUNT, False)
-        acc = _add_product(acc, x, words, scales, zeros, SCALE, NUMBERS, GROUP, EXACT, NATIVE)
+        first = (start + K) // GROUP
+        next_scales = _load_groups(parts.scales, row, has_row, first, groups, COUNT, PAIRED)
+        if parts.zeros is not None:
+            next_zeros = _load_groups(parts.zeros, row, has_row, first, groups, COUNT, False)
+        acc = _add_product(acc, x, words, scales, zeros, SCALE, NUMBERS, GROUP, FORM.exact, FORM.native)
         scales = next_scales
-        if ZEROS:
+        if parts.zeros is not None:
             zeros = next_zeros
-    return acc
+    return acc, acc
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from nanoinfer.kernels.experts.one_row import load_down_bias
 from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import load_bias, store_dots
@@ -77,7 +77,7 @@ def _launch(
         BLOCK_K=block_k,
         REST=rest,
         num_warps=warps,
-        **early_launch(x),
+        **launch_options(x),
     )
 
 

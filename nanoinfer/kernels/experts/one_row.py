@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
-from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
@@ -69,7 +69,7 @@ def one_row_expert_mlps(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
-        **early_launch(x),
+        **launch_options(x),
     )
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
@@ -93,7 +93,7 @@ def one_row_expert_mlps(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=8 if in_fp8 else 16,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 RouterScoring = Literal["softmax", "sigmoid"]
 
@@ -122,7 +122,7 @@ def route_triton(
         BLOCK_USED=triton.next_power_of_2(used),
         BLOCK_GROUPS=triton.next_power_of_2(groups),
         num_warps=1,
-        **early_launch(logits),
+        **launch_options(logits),
     )
     return Routes(experts, weights)
 

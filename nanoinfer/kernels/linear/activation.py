@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 1024
 # Numbers of a token, in 16 bits, from which on the next product starts when this kernel has ended. Started earlier, it
@@ -86,7 +86,7 @@ def _launch(gate_up: Tensor, out: Tensor | Fp8Tokens, activation: Activation) ->
         IN_FP8=scales is not None,
         MAKE_WAY=scales is not None or size < WIDE,
         BLOCK=BLOCK,
-        **early_launch(gate_up),
+        **launch_options(gate_up),
     )
 
 

@@ -18,9 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch import (
     can_copy,
-    early_launch,
     is_measured,
     is_recording,
+    launch_options,
     num_multiprocessors,
     shared_memory,
     wait_for_predecessor,
@@ -116,7 +116,7 @@ def few_outputs_linear(x: Tensor, weight: Tensor, tiling: Tiling, bias: Tensor |
         BLOCK_K=block_k,
         num_warps=WARPS,
         num_stages=min(MAX_STAGES, (shared_memory(x.device) - SPARE_BYTES) // stage),
-        **early_launch(x),
+        **launch_options(x),
     )
     return out if tiling.pieces > 1 else out[0]
 

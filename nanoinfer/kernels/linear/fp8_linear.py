@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
-from nanoinfer.kernels.launch import (
-    can_launch_early,
-    early_launch,
-    is_recording,
-    num_multiprocessors,
-    shared_memory,
-    wait_for_predecessor,
-)
+from nanoinfer.kernels.launch import can_launch_early, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.tiles import Behind, Cut, Operand, load_block, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -46,16 +41,6 @@ RESIDENT = 3  # programs that share a multiprocessor, at most
 MAX_STAGES = 6
 WARPS = 4
 MOST_ROWS = 128  # of the weight, in a tile
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a product is cut: into tiles of tokens by rows of the weight, and each tile into pieces by its inputs."""
-
-    block_m: int  # tokens in a tile
-    block_n: int  # rows of the weight in a tile
-    pieces: int
-    stages: int  # of the loop over the blocks of inputs: several programs are to share a multiprocessor
 
 
 def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
@@ -136,9 +121,9 @@ def own_cut(x: Fp8Tokens, weight: Fp8Weight, pieces: int = 1) -> Cut:
     device, (block_m, block_n) = x.numbers.device, _tile(x.tokens)
     programs = _tiles(x, weight) * pieces
     together = min(triton.cdiv(programs, num_multiprocessors(device)), RESIDENT)  # on a multiprocessor
-    stage = (block_m + block_n) * BLOCK.value
-    stages = min(shared_memory(device) // (together * stage), MAX_STAGES)
-    return Cut(block_m, block_n, pieces, max(stages, 2))  # with one, nothing would be on its way meanwhile
+    stages = stages_that_fit(MAX_STAGES, (block_m + block_n) * BLOCK.value, device, together)
+    stages = max(stages, 2)  # with one, nothing would be on its way meanwhile
+    return Cut(block_m, block_n, BLOCK.value, pieces, WARPS, stages)
 
 
 def _tile(tokens: int) -> tuple[int, int]:
@@ -204,117 +189,93 @@ def fp8_linear_triton(
     The first piece has the bias. copies: tensor-memory copies fetch the numbers
     in_order: all tiles add up alike, one rounded product after the other
     """
-    tokens, (weight_rows, in_features) = x.tokens, weight.numbers.shape
-    assert in_features % (cut.pieces * BLOCK.value) == 0
-    height, width = weight.block
     out_dtype = x.dtype if cut.pieces == 1 else torch.float32
-    out = torch.empty((cut.pieces, tokens, weight_rows), dtype=out_dtype, device=x.numbers.device)
-    tiles = triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n)
-    vectors, rows = x.numbers, weight.numbers
+    out = torch.empty((cut.pieces, x.tokens, len(weight.numbers)), dtype=out_dtype, device=x.numbers.device)
+    operand, vectors = fp8_operand(weight, MOST_ROWS if in_order else cut.block_n, copies), x.numbers
     if copies:
         vectors = TensorDescriptor.from_tensor(vectors, [cut.block_m, BLOCK.value])
-        rows = TensorDescriptor.from_tensor(rows, [cut.block_n, BLOCK.value])
-    _fp8_linear_kernel[(tiles, cut.pieces)](
-        vectors,
-        x.scales,
-        rows,
-        weight.scales,
-        bias,
-        out,
-        tokens,
-        len(x.numbers),
-        weight_rows,
-        in_features,
-        in_features // cut.pieces,
-        HEIGHT=height,
-        WIDTH=width,
-        ONE_SCALE=height % (MOST_ROWS if in_order else cut.block_n) == 0,
-        BIAS=bias is not None,
-        COPIES=copies,
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        num_warps=WARPS,
-        num_stages=cut.stages,
-        enable_fp_fusion=not in_order,
-        **early_launch(x.numbers),
-    )
-    return out if cut.pieces > 1 else out[0]
+        operand = operand._replace(numbers=TensorDescriptor.from_tensor(weight.numbers, [cut.block_n, BLOCK.value]))
+    return multiply_tiles(vectors, operand, cut, out, Behind(bias=bias), x_scales=x.scales, fused=not in_order)
 
 
-@triton.jit(do_not_specialize=["tokens", "room"])
-def _fp8_linear_kernel(
-    x_source,
-    x_scales_ptr,
-    weight_source,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    room,
-    weight_rows,
-    in_features,
-    share,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ONE_SCALE: tl.constexpr,  # for all of a tile's rows
-    BIAS: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    # Programs that run at the same time share the rows of a weight, if these are many.
-    token_tiles = tl.cdiv(tokens, BLOCK_M)
-    first_token = tl.program_id(0) % token_tiles * BLOCK_M
-    first_row = tl.program_id(0) // token_tiles * BLOCK_N
-    m, n = first_token + tl.arange(0, BLOCK_M), first_row + tl.arange(0, BLOCK_N)
-    has_token, has_row = m < tokens, n < weight_rows
-    if BIAS:
-        biased = tl.where(tl.program_id(1) == 0, weight_rows, 0)  # only the first piece has the bias
-        bias = tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)
-    begin = tl.program_id(1) * share
-    scale_ptrs = scales_ptr + n // HEIGHT * (in_features // WIDTH)
-    scale_ptr = scales_ptr + first_row // HEIGHT * (in_features // WIDTH)
+class Fp8Parts(NamedTuple):
+    """What the kernel reads of a weight in FP8, beside its numbers."""
+
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """What the kernel is compiled for.
+
+    height, width: of the blocks
+    one_scale: a tile's rows have one in common; copies: x and the numbers are tensor descriptors
+    """
+
+    height: int
+    width: int
+    one_scale: bool
+    copies: bool
+
+
+def fp8_operand(weight: Fp8Weight, rows: int | None = None, copies: bool = False) -> Operand:
+    """Return the operand of a weight, or of experts'.
+
+    rows: so many are a tile's; None: these share no scale; copies: descriptors are to take the numbers' place
+    """
+    assert weight.numbers.is_contiguous()
+    height, width = weight.block
+    one_scale = rows is not None and height % rows == 0
+    form = Fp8Form(height, width, one_scale, copies)
+    numbers, (*_, rows, in_features) = weight.numbers, weight.numbers.shape
+    return Operand(numbers, Fp8Parts(weight.scales), form, _add_products, rows, in_features, apart=True)
+
+
+@triton.jit
+def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+    """Return the products of a tile: see linear.plain.add_products."""
+    GATED: tl.constexpr = HOW.activation is not None
+    M: tl.constexpr = HOW.block_m
+    N: tl.constexpr = HOW.block_n
+    FORM: tl.constexpr = HOW.form
+    scales_ptr, in_features = product.parts.scales, product.in_features
+    rows, across = tile.rows.to(tl.int32), in_features // FORM.width
+    scale_ptr = scales_ptr + tile.first_row // FORM.height * across
+    scale_ptrs = scales_ptr + rows // FORM.height * across
+    up_scale_ptrs = scales_ptr + (rows + product.rows) // FORM.height * across
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
-    TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
-    acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(begin, begin + share, BLOCK):
-        x = _load_block(x_source, first_token, start, tokens, in_features, BLOCK_M, COPIES)
-        weight = _load_block(weight_source, first_row, start, weight_rows, in_features, BLOCK_N, COPIES)
-        x_scale = tl.load(x_scales_ptr + start // BLOCK * room + m, mask=has_token, other=0.0)
-        if ONE_SCALE:
-            x_scale *= tl.load(scale_ptr + start // WIDTH)
-            acc += multiply_block(x, x_scale, weight, None, TOKENS_LEFT)
+    TOKENS_LEFT: tl.constexpr = HOW.block_m >= 64
+    acc = tl.zeros([M, N] if TOKENS_LEFT else [N, M], tl.float32)
+    up_acc = tl.zeros([M, N] if TOKENS_LEFT else [N, M], tl.float32)
+    k = tl.arange(0, BLOCK)[None, :]
+    for start in range(tile.begin, tile.stop, BLOCK):
+        if FORM.copies:
+            x = product.x.load([tile.first, start])
+            weight = product.numbers.load([tile.first_row, start])
         else:
-            scale = tl.load(scale_ptrs + start // WIDTH, mask=has_row, other=0.0)
-            acc += multiply_block(x, x_scale, weight, scale, TOKENS_LEFT)
-
-    if not TOKENS_LEFT:
-        acc = tl.trans(acc)
-    if BIAS:
-        acc += bias[None, :]
-    targets = out_ptr + (tl.program_id(1) * tokens + m).to(tl.int64)[:, None] * weight_rows + n[None, :]
-    tl.store(targets, acc.to(out_ptr.dtype.element_ty), mask=has_token[:, None] & has_row[None, :])
-
-
-@triton.jit
-def _load_block(source, first, start, rows, in_features, SIZE: tl.constexpr, COPIES: tl.constexpr):
-    """Load [SIZE, BLOCK] of `rows` rows: from row `first` and input `start` on.
-
-    source: a pointer, or if COPIES a descriptor
-    """
-    if COPIES:
-        return source.load([first, start])
-    else:
-        row = first + tl.arange(0, SIZE)
-        places = row.to(tl.int64)[:, None] * in_features + (start + tl.arange(0, BLOCK))[None, :]
-        return tl.load(source + places, mask=(row < rows)[:, None], other=0.0)
+            x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features + (start + k)
+            x = tl.load(x_ptrs, mask=tile.exists[:, None], other=0.0)
+            ptrs = product.numbers + tile.rows[:, None] * in_features + (start + k)
+            weight = load_block(ptrs, tile.has_row, None, HOW.full, True)
+        x_scale = tl.load(product.x_scales + start // BLOCK * room + tile.sources, mask=tile.exists, other=0.0)
+        if FORM.one_scale:
+            x_scale *= tl.load(scale_ptr + start // FORM.width)
+            acc += _multiply_block(x, x_scale, weight, None, TOKENS_LEFT)
+        else:
+            scale = tl.load(scale_ptrs + start // FORM.width, mask=tile.has_row, other=0.0)
+            acc += _multiply_block(x, x_scale, weight, scale, TOKENS_LEFT)
+        if GATED:
+            up_ptrs = ptrs + tl.full([], product.rows, tl.int64) * in_features
+            ups = load_block(up_ptrs, tile.has_row, None, HOW.full, True)
+            scale = tl.load(up_scale_ptrs + start // FORM.width, mask=tile.has_row, other=0.0)
+            up_acc += _multiply_block(x, x_scale, ups, scale, TOKENS_LEFT)
+    return acc, up_acc
 
 
 @triton.jit
-def multiply_block(x, x_scale, weight, scale, TOKENS_LEFT: tl.constexpr):
+def _multiply_block(x, x_scale, weight, scale, TOKENS_LEFT: tl.constexpr):
     """Return x @ weight.T, or if not TOKENS_LEFT, weight @ x.T, of one block of inputs, times the scales.
 
     scale: that of each row of the weight; None: x_scale includes it

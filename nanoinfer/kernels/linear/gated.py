@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.launch import (
     COPIED_BYTES,
     can_copy,
-    early_launch,
     is_measured,
+    launch_options,
     num_multiprocessors,
     wait_for_predecessor,
 )
@@ -72,7 +72,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         BLOCK_K=BLOCK_K,
         num_warps=8,
         num_stages=STAGES,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

@@ -17,7 +17,13 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.one_row import RowAdapter, load_a, load_b, multiply_and_add, publish_h, receive_h
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, fetch_rows, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    fetch_rows,
+    launch_options,
+    load_complete,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
@@ -159,7 +165,7 @@ def _launch(
         maxnreg=REGISTERS // (per_multiprocessor * warps)
         if of_row and scales is None and dtype.itemsize == 2
         else None,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 
 class Norm(NamedTuple):
@@ -183,7 +183,7 @@ def _launch(
         IN_FP8=scales is not None,
         BLOCK=block,
         num_warps=norm_warps(block),
-        **early_launch(x),
+        **launch_options(x),
     )
 
 

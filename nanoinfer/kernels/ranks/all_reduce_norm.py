@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 from nanoinfer.kernels.ranks.send_receive import empty, inbox_of, receive, send, send_to_all
 
@@ -62,7 +62,7 @@ def all_reduce_add_rms_norm(
         BLOCK=block,
         RANKS_BLOCK=triton.next_power_of_2(ranks),
         num_warps=norm_warps(block),
-        **early_launch(x),
+        **launch_options(x),
     )
     return out, total
 

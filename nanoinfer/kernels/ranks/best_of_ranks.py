@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
 
@@ -32,7 +32,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop:
         RANK=rank,
         RANKS=len(inboxes),
         BLOCK=triton.next_power_of_2(rows),
-        **early_launch(scores),
+        **launch_options(scores),
     )
     return out
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import norm_warps
 from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
@@ -35,7 +35,7 @@ def gather_features(x: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tens
         RANKS=ranks,
         BLOCK=block,
         num_warps=norm_warps(block),
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

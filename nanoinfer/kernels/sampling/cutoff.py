@@ -149,6 +149,7 @@ def find_cutoff_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_
         BLOCK=BLOCK,
         PIVOTS=PIVOTS,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     return lowest, first_ids
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 
@@ -221,7 +221,7 @@ def _draw_slices(
         HAS_CUTOFF=cutoff is not None,
         HAS_MASKS=lines is not None,
         COMPILED=logits.is_cuda,
-        **early_launch(logits),
+        **launch_options(logits),
     )
     return best, ids
 
@@ -241,7 +241,7 @@ def _choose_slices(
         BLOCK=triton.next_power_of_2(slices),
         MARKS=marks,
         HAS_PLACES=places is not None,
-        **early_launch(best),
+        **launch_options(best),
     )
 
 

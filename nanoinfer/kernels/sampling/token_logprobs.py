@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 BLOCK = 4096  # tokens in a slice of the vocabulary
 
@@ -52,7 +52,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> TokenLogProbs:
     largest, sums = torch.empty((2, rows, slices), dtype=torch.float32, device=logits.device)
     counts = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
     _slice_kernel[(rows, slices)](
-        logits, token_ids, largest, sums, counts, vocabulary, logits.stride(0), BLOCK=BLOCK, **early_launch(logits)
+        logits, token_ids, largest, sums, counts, vocabulary, logits.stride(0), BLOCK=BLOCK, **launch_options(logits)
     )
     values, normalizers = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -68,7 +68,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> TokenLogProbs:
         slices,
         logits.stride(0),
         BLOCK=triton.next_power_of_2(slices),
-        **early_launch(logits),
+        **launch_options(logits),
     )
     return TokenLogProbs(values, ranks, normalizers)
 

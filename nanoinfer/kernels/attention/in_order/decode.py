@@ -19,7 +19,7 @@ from nanoinfer.kernels.attention.in_order.chunk import (
 )
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 
 COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
 
@@ -90,8 +90,7 @@ def decode_in_order(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
-        enable_fp_fusion=False,
-        **early_launch(q),
+        **launch_options(q, fused=False),
     )
     return out
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
@@ -73,7 +73,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Ten
         GROUP=step if groups == 1 else weight.group,
         ROWS=ROWS,
         STEP=step,
-        **early_launch(out),
+        **launch_options(out),
     )
     return out
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight
-from nanoinfer.kernels.launch import early_launch, fetch, wait_for_predecessor
+from nanoinfer.kernels.launch import fetch, launch_options, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import load_bias, store_dots
@@ -60,7 +60,7 @@ def group_row_linear(
         BLOCK_K=inputs,
         LINES=triton.next_power_of_2(triton.cdiv(row_words, LINE.value)),
         num_warps=WARPS,
-        **early_launch(x),
+        **launch_options(x),
     )
     return out
 

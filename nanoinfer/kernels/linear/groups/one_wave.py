@@ -7,17 +7,19 @@ but sums. The products of an e2m1 and a scale of eight bits are exact in bfloat1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, GroupWeight, scales_are_exact
-from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
+from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, scales_are_exact
+from nanoinfer.kernels.launch import fetch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
+from nanoinfer.kernels.linear.tiles import Behind, Cut, Operand, multiply_tiles
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -26,22 +28,6 @@ MANY = 64  # tokens; of more, several tiles read the same rows of the weight
 MAX_PIECES = {16: 6, 32: 4, 64: 4}  # by the tokens of a tile: the next kernel has to add them
 LEAST_INPUTS = 1024  # of a piece
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
-IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a product is cut: into tiles of tokens by rows of the weight, and each tile into pieces by its inputs.
-
-    lines: so many of each row's words, in LINEs, are fetched before the wait
-    """
-
-    block_m: int  # tokens
-    block_n: int  # rows of the weight
-    pieces: int = 1
-    warps: int = 4
-    stages: int = 4
-    lines: int = 0
 
 
 def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
@@ -75,17 +61,17 @@ def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
     if tokens > MANY:
         if may_split:
             pieces = _pieces(weight, step, 2 * multiprocessors // programs(64, 128))
-            return Cut(64, 128, pieces, stages=3)
+            return Cut(64, 128, pieces=pieces, stages=3)
         is_small = tokens <= 2 * MANY or programs(64, 64) <= 3 * multiprocessors
         return Cut(64, 64, stages=3) if is_small else Cut(128, 128, warps=8, stages=5)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
     if block_m < 64 and tiles > 2 * multiprocessors:
-        return Cut(block_m, 128, warps=8, stages=5, lines=2)
+        return Cut(block_m, 128, warps=8, stages=5, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
     together = triton.cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
     stages = 8 if together == 1 else 4 if together == 2 else 3
-    return Cut(block_m, 64, pieces, stages=stages, lines=2 if pieces == 1 else 0)
+    return Cut(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
 
 
 def _pieces(weight: GroupWeight, step: int, most: int) -> int:
@@ -108,164 +94,129 @@ def one_wave_triton(
     Several pieces are [pieces, tokens, out_features] float32; the first has the bias.
     in_order: all tiles add up alike, one rounded product after the other
     """
-    gated = activation is not None
-    assert cut.pieces == 1 or not gated  # the activation needs the whole sum
     assert x.is_contiguous()
-    assert weight.words.is_contiguous()
-    (tokens, in_features), weight_rows = x.shape, len(weight.words)
+    rows = len(weight.words) // 2 if activation else len(weight.words)
+    out_dtype = x.dtype if cut.pieces == 1 else torch.float32
+    out = torch.empty((cut.pieces, len(x), rows), dtype=out_dtype, device=x.device)
     step = step_of(weight, x.dtype)
     assert step is not None
-    out_features = weight_rows // 2 if gated else weight_rows
-    out_dtype = x.dtype if cut.pieces == 1 else torch.float32
-    out = torch.empty((cut.pieces, tokens, out_features), dtype=out_dtype, device=x.device)
-    steps = triton.cdiv(in_features, step)
-    grid = (triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n), cut.pieces)
-    zeros, scales, is_first = weight.zeros, readable(weight.scales), scales_are_exact(weight, x.dtype)
-    groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
-    stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
-    room, tile = shared_memory(x.device), cut.block_n * step * x.itemsize  # unpacked, it may go through shared memory
-    _group_wave_kernel[grid](
-        x,
-        weight.words,
-        scales,
-        zeros,
-        weight.factors,
-        bias,
-        out,
-        tokens,
-        weight_rows,
-        in_features,
-        weight.words.shape[1],
-        triton.cdiv(steps, cut.pieces),
-        *scales.stride(),
-        *((None, None) if zeros is None else zeros.stride()),
-        NUMBERS=weight.numbers,
-        PER_WORD=32 // bits,
-        GROUP=weight.group,
-        GROUPS=groups,
-        SCALES_FIRST=is_first,
-        DTYPE=IN_TRITON[x.dtype],
-        NATIVE=x.is_cuda,
-        WHOLE=in_features % step == 0,
-        ACTIVATION=activation,
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        BLOCK_K=step,
-        LINES=cut.lines,
-        num_warps=cut.warps,
-        num_stages=max(min(cut.stages, room // stage, (room - tile) // stage + 1), 1),
-        enable_fp_fusion=not in_order,
-        **early_launch(x),
+    operand = group_operand(weight, x, step)
+    groups = 1 if operand.form.scales_first else operand.form.groups
+    stage = step * (cut.block_m * groups * x.itemsize + cut.block_n * BITS[weight.numbers] // 8)
+    # Unpacked, the numbers may go through shared memory.
+    room, tile = shared_memory(x.device), cut.block_n * step * x.itemsize
+    stages = max(min(cut.stages, room // stage, (room - tile) // stage + 1), 1)
+    behind = Behind(factors=weight.factors, bias=bias)
+    return multiply_tiles(
+        x, operand, replace(cut, block_k=step, stages=stages), out, behind, activation, fused=not in_order
     )
-    return out if cut.pieces > 1 else out[0]
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _group_wave_kernel(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    factors_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    weight_rows,
-    in_features,
-    row_words,
-    share,
-    scales_row,
-    scales_group,
-    zeros_row,
-    zeros_group,
-    NUMBERS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALES_FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    GATED: tl.constexpr = ACTIVATION is not None
-    ZEROS: tl.constexpr = zeros_ptr is not None
-    COLUMNS: tl.constexpr = 1 if SCALES_FIRST else GROUPS  # of the product, for each token
-    WORDS: tl.constexpr = BLOCK_K // PER_WORD
-    # Programs that run at the same time share the rows of a weight, if these are many.
-    token_tiles = tl.cdiv(tokens, BLOCK_M)
-    first_token, first_row = tl.program_id(0) % token_tiles * BLOCK_M, tl.program_id(0) // token_tiles * BLOCK_N
-    place = first_row + tl.arange(0, BLOCK_N)
-    n = tl.minimum(gated_row(place, weight_rows) if GATED else place, weight_rows - 1)
-    first = tl.program_id(1) * share
-    end = tl.minimum(first + share, tl.cdiv(in_features, BLOCK_K))
-    row_ptrs = words_ptr + n.to(tl.int64)[:, None] * row_words
-    if LINES > 0:
-        line = first * WORDS + tl.arange(0, LINES) * LINE
-        fetch(row_ptrs + tl.minimum(line, row_words - 1)[None, :], EARLY)
-    groups = in_features // GROUP
-    scale_ptrs = scales_ptr + n.to(tl.int64)[:, None] * scales_row
-    next_scales = load_groups(scale_ptrs, scales_group, first, groups, GROUP, BLOCK_K)
-    if ZEROS:
-        zero_ptrs = zeros_ptr + n.to(tl.int64)[:, None] * zeros_row
-        next_zeros = load_groups(zero_ptrs, zeros_group, first, groups, GROUP, BLOCK_K)
-    wait_for_predecessor(EARLY)
+class GroupParts(NamedTuple):
+    """What the kernel reads of a GroupWeight, beside its words: tensors, and strides."""
 
-    column, k, word = tl.arange(0, BLOCK_M * COLUMNS), tl.arange(0, BLOCK_K)[None, :], tl.arange(0, WORDS)[None, :]
-    m = (first_token + column // COLUMNS)[:, None]
-    x_mask = m < tokens
-    if COLUMNS > 1:
-        x_mask = x_mask & (k // GROUP == (column % COLUMNS)[:, None])
-    x_ptrs = x_ptr + m.to(tl.int64) * in_features + k
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(first, end):
-        if WHOLE:
-            x = tl.load(x_ptrs + step * BLOCK_K, mask=x_mask, other=0.0)
-            words = tl.load(row_ptrs + (step * WORDS + word))
-        else:
-            x = tl.load(x_ptrs + step * BLOCK_K, mask=x_mask & (step * BLOCK_K + k < in_features), other=0.0)
-            words = tl.load(row_ptrs + (step * WORDS + word), mask=step * WORDS + word < row_words, other=0)
-        scales, zeros = next_scales, None
-        next_scales = load_groups(scale_ptrs, scales_group, step + 1, groups, GROUP, BLOCK_K)
-        if ZEROS:
-            zeros = spread(next_zeros.to(tl.int32), WORDS)
-            next_zeros = load_groups(zero_ptrs, zeros_group, step + 1, groups, GROUP, BLOCK_K)
-        if SCALES_FIRST:
-            factors = spread_factors(narrow(scales, DTYPE), WORDS, BLOCK_K // GROUPS)
-            acc = tl.dot(unpack_tile(words, zeros, factors, NUMBERS, DTYPE, NATIVE), tl.trans(x), acc)
-        else:
-            sums = tl.dot(unpack_tile(words, zeros, None, NUMBERS, DTYPE, NATIVE), tl.trans(x))
-            if COLUMNS == 1:
-                acc += sums * widen(scales)
-            else:
-                of_groups = tl.reshape(sums, [BLOCK_N, BLOCK_M, COLUMNS]) * widen(scales)[:, None, :]
-                acc += tl.sum(of_groups, axis=2)
+    scales: Tensor
+    zeros: Tensor | None
+    scales_row: int
+    scales_group: int
+    zeros_row: int | None
+    zeros_group: int | None
+    row_words: int
 
-    if factors_ptr is not None:
-        acc *= tl.load(factors_ptr + n)[:, None]
-    if bias_ptr is not None:
-        biased = tl.where(tl.program_id(1) == 0, weight_rows, 0)  # only the first piece has the bias
-        acc += tl.load(bias_ptr + n, mask=place < biased, other=0.0).to(tl.float32)[:, None]
-    out = tl.trans(acc.to(out_ptr.dtype.element_ty))
-    m = first_token + tl.arange(0, BLOCK_M)
-    row, out_features = tl.program_id(1) * tokens + m, weight_rows
-    if GATED:
-        gate, up = tl.split(tl.reshape(out, [BLOCK_M, BLOCK_N // 2, 2]))
-        out, out_features = gate_mul_block(gate, up, ACTIVATION), weight_rows // 2
-        place = first_row // 2 + tl.arange(0, BLOCK_N // 2)
-    targets = out_ptr + row.to(tl.int64)[:, None] * out_features + place[None, :]
-    tl.store(targets, out, mask=(m < tokens)[:, None] & (place < out_features)[None, :])
+
+@dataclass(frozen=True)
+class GroupForm:
+    """What the kernel is compiled for; numbers, group: of groups.GroupWeight
+
+    groups: that are multiplied at once; scales_first: groups.scales_are_exact; native: on a GPU
+    """
+
+    numbers: Numbers
+    group: int
+    groups: int
+    scales_first: bool
+    native: bool
+
+
+def group_operand(weight: GroupWeight, x: Tensor, step: int) -> Operand:
+    """Return the operand of a dense weight for tokens' vectors x. step: the inputs that are multiplied at once"""
+    assert weight.words.is_contiguous()
+    scales, zeros = readable(weight.scales), weight.zeros
+    scales_row, scales_group = scales.stride()
+    zeros_row, zeros_group = (None, None) if zeros is None else zeros.stride()
+    parts = GroupParts(scales, zeros, scales_row, scales_group, zeros_row, zeros_group, weight.words.shape[1])
+    groups, is_first = max(step // weight.group, 1), scales_are_exact(weight, x.dtype)
+    form = GroupForm(weight.numbers, weight.group, groups, is_first, x.is_cuda)
+    return Operand(weight.words, parts, form, _add_products, len(weight.words), weight.in_features, apart=False)
 
 
 @triton.jit
-def load_groups(row_ptrs, stride, step, groups, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load what a step's groups have, [rows, groups of a step]; row_ptrs: [rows, 1]; past the end, the last group's."""
-    group = step * BLOCK_K // GROUP + tl.arange(0, BLOCK_K // GROUP if GROUP < BLOCK_K else 1)
+def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+    """Return the products of a tile: see linear.plain.add_products."""
+    M: tl.constexpr = HOW.block_m
+    N: tl.constexpr = HOW.block_n
+    FORM: tl.constexpr = HOW.form
+    NUMBERS: tl.constexpr = FORM.numbers
+    GROUP: tl.constexpr = FORM.group
+    parts, in_features, rows = product.parts, product.in_features, product.rows
+    PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8
+    K: tl.constexpr = HOW.block_k
+    WORDS: tl.constexpr = K // PER_WORD
+    COLUMNS: tl.constexpr = 1 if FORM.scales_first else FORM.groups  # of the product, for each token
+    DTYPE: tl.constexpr = product.x.dtype.element_ty
+    n = tl.minimum(tile.rows, rows - 1)[:, None]
+    row_ptrs = product.numbers + n * parts.row_words
+    if HOW.fetched > 0:
+        line = tile.begin // PER_WORD + tl.arange(0, HOW.fetched) * LINE
+        fetch(row_ptrs + tl.minimum(line, parts.row_words - 1)[None, :], EARLY)
+    groups = in_features // GROUP
+    scale_ptrs = parts.scales + n * parts.scales_row
+    next_scales = load_groups(scale_ptrs, parts.scales_group, tile.begin, groups, GROUP, K)
+    if parts.zeros is not None:
+        zero_ptrs = parts.zeros + n * parts.zeros_row
+        next_zeros = load_groups(zero_ptrs, parts.zeros_group, tile.begin, groups, GROUP, K)
+    wait_for_predecessor(EARLY)
+
+    k, word = tl.arange(0, K), tl.arange(0, WORDS)
+    column = tl.arange(0, M * COLUMNS)
+    m = tile.first + column // COLUMNS
+    x_mask = (m < tile.end)[:, None]
+    if COLUMNS > 1:
+        x_mask = x_mask & (k[None, :] // GROUP == (column % COLUMNS)[:, None])
+    x_ptrs = product.x + m.to(tl.int64)[:, None] * in_features + k[None, :]
+    acc = tl.zeros([N, M], tl.float32)
+    for start in range(tile.begin, tile.stop, K):
+        first_word = start // PER_WORD
+        if HOW.whole:
+            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+            words = tl.load(row_ptrs + (first_word + word)[None, :])
+        else:
+            x = tl.load(x_ptrs + start, mask=x_mask & (start + k < in_features)[None, :], other=0.0)
+            is_word = (first_word + word < parts.row_words)[None, :]
+            words = tl.load(row_ptrs + (first_word + word)[None, :], mask=is_word, other=0)
+        scales, zeros, after = next_scales, None, start + K
+        next_scales = load_groups(scale_ptrs, parts.scales_group, after, groups, GROUP, K)
+        if parts.zeros is not None:
+            zeros = spread(next_zeros.to(tl.int32), WORDS)
+            next_zeros = load_groups(zero_ptrs, parts.zeros_group, after, groups, GROUP, K)
+        if FORM.scales_first:
+            factors = spread_factors(narrow(scales, DTYPE), WORDS, K // FORM.groups)
+            weight = unpack_tile(words, zeros, factors, NUMBERS, DTYPE, FORM.native)
+            acc = tl.dot(weight, tl.trans(x), acc)
+        else:
+            sums = tl.dot(unpack_tile(words, zeros, None, NUMBERS, DTYPE, FORM.native), tl.trans(x))
+            if COLUMNS == 1:
+                acc += sums * widen(scales)
+            else:
+                of_groups = tl.reshape(sums, [N, M, COLUMNS]) * widen(scales)[:, None, :]
+                acc += tl.sum(of_groups, axis=2)
+    return acc, acc
+
+
+@triton.jit
+def load_groups(row_ptrs, stride, start, groups, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load what the groups of a step's inputs have, [rows, groups]; row_ptrs: [rows, 1]; past the end, the last's."""
+    group = start // GROUP + tl.arange(0, BLOCK_K // GROUP if GROUP < BLOCK_K else 1)
     return tl.load(row_ptrs + tl.minimum(group, groups - 1)[None, :] * stride)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.launch import launch_in_between
-from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight
 from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
+from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
@@ -29,7 +29,7 @@ class Fp8Matrix(Matrix):
         rows = len(self.store.weight)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
-        self._in_order: Fp8InOrderWeight | None = None
+        self._in_order: InOrderWeight | None = None
         self._is_in_parts = False
 
     def can_apply_activation(self, tokens: int) -> bool:
@@ -37,14 +37,14 @@ class Fp8Matrix(Matrix):
         return self._in_order is None and tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 
     def fix_order(self, sizes: list[int]) -> None:
-        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as Fp8InOrderWeight does."""
-        self._in_order = Fp8InOrderWeight(self._in_fp8, self._dtype, self.bias is not None, sizes)
+        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as InOrderWeight does."""
+        self._in_order = InOrderWeight(self._in_fp8, self._dtype, self.bias is not None, sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
 
-    def operand(self) -> Tensor | PackedWeight | WeightInParts | Fp8LinearWeight | Fp8InOrderWeight:
+    def operand(self) -> Tensor | PackedWeight | WeightInParts | Fp8LinearWeight | InOrderWeight:
         """Return the store, or where no product reads it, the model's dtype, which the CPU keeps."""
         if self._in_order is not None:
             return self._in_order

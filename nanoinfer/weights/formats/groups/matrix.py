@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.gathered import GatheredWeight
-from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
+from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.weight import Weight
 from nanoinfer.weights.formats.groups.layout import Layout
@@ -35,7 +35,7 @@ class GroupMatrix(Matrix):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
         self.takes_lanes = self.store.order is None
-        self._in_order: GatheredWeight | GroupInOrderWeight | WeightInParts | None = None
+        self._in_order: GatheredWeight | InOrderWeight | WeightInParts | None = None
         self._is_in_parts = False
 
     def operand(self) -> Tensor | Weight:
@@ -60,14 +60,14 @@ class GroupMatrix(Matrix):
         return weight if self.store.order is None else GatheredWeight(weight, self.store.order.columns)
 
     def fix_order(self, sizes: list[int]) -> None:
-        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as GroupInOrderWeight does."""
+        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as InOrderWeight does."""
         weight = self.store.weight
         if weight is None:
             raise ValueError(
                 f"deterministic=True: must be False with {self.store.label} whose groups are no neighbours here;"
                 " device='cpu' takes all"
             )
-        self._in_order = self._gathering(GroupInOrderWeight(weight, self._dtype, self.bias is not None, sizes))
+        self._in_order = self._gathering(InOrderWeight(weight, self._dtype, self.bias is not None, sizes))
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
-from nanoinfer.kernels.experts.in_order import Shape, check_order
+from nanoinfer.kernels.experts.in_order import check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.order import Shape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard

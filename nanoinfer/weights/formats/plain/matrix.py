@@ -41,7 +41,7 @@ class PlainMatrix(Matrix):
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
         assert isinstance(self.weight, Tensor)
-        self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
+        self._in_order = InOrderWeight(self.weight, self.weight.dtype, self.bias is not None, sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""

@@ -1,0 +1,151 @@
+"""Whether products add up in one order, whatever the number of tokens.
+
+Tensor cores add the same terms to an output one after the other, however many outputs there are beside it. No GPU
+promises that. So bits are compared at the start: of products that are all rounding error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Weight
+from nanoinfer.kernels.groups import BITS, SPREADS, GroupWeight, Numbers, pack
+
+AnyNumbers: TypeAlias = Tensor | Fp8Weight | GroupWeight
+Multiply: TypeAlias = Callable[..., Tensor]  # of vectors, a weight, and a bias or None
+
+
+class Grouping(NamedTuple):
+    """The form of a GroupWeight, whatever its shape. size: of a group"""
+
+    numbers: Numbers
+    size: int
+    scales: torch.dtype
+    has_zeros: bool
+    has_factors: bool
+
+
+class Shape(NamedTuple):
+    """All that the order of a weight's products can depend on.
+
+    block: the height and the width of the blocks of a weight in FP8; grouping: of a GroupWeight
+    """
+
+    rows: int
+    inputs: int
+    block: tuple[int, int] | None = None
+    grouping: Grouping | None = None
+
+    @classmethod
+    def like(cls, weight: AnyNumbers) -> Shape:
+        """Return the shape of a weight, or that of each of several experts'."""
+        if isinstance(weight, Tensor):
+            return cls(weight.shape[-2], weight.shape[-1])
+        if isinstance(weight, Fp8Weight):
+            return cls(weight.numbers.shape[-2], weight.numbers.shape[-1], weight.block)
+        forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None
+        grouping = Grouping(weight.numbers, weight.group, *forms)
+        return cls(weight.words.shape[-2], weight.in_features, None, grouping)
+
+    @property
+    def half(self) -> int:
+        """The first half of the inputs, in whole blocks or groups."""
+        together = 1
+        if self.grouping is not None and self.grouping.size < self.inputs:
+            together = self.grouping.size
+        elif self.block is not None:
+            together = self.block[1] if self.block[1] < self.inputs else BLOCK.value
+        return self.inputs // together // 2 * together
+
+    def draw(self, dtype: torch.dtype, generator: torch.Generator) -> AnyNumbers:
+        """Draw a weight. The second half of each row undoes the first, and what is behind them is nothing.
+
+        So its products with vectors that `undone` returns are what was rounded away.
+        """
+        if self.grouping is not None:
+            return self._draw_groups(self.grouping, (), 1.0, generator)
+        weight = self.undone(self._numbers(generator, self.rows, self.inputs, dtype=dtype), -1)
+        if self.block is None:
+            return weight
+        scales = self._numbers(generator, *self._blocks(self.block)).abs()
+        return Fp8Weight(weight.to(FP8), _repeated(scales, self.half // self.block[1]))
+
+    def draw_experts(self, count: int, dtype: torch.dtype, generator: torch.Generator) -> AnyNumbers:
+        """Draw the weights of so many experts, whose products are about as large as what they multiply."""
+        if self.grouping is not None:
+            size = SPREADS[self.grouping.numbers] * self.inputs**0.5
+            return self._draw_groups(self.grouping, (count,), size, generator)
+        weight = self._numbers(generator, count, self.rows, self.inputs, dtype=dtype)
+        if self.block is None:
+            return weight / self.inputs**0.5
+        scales = self._numbers(generator, count, *self._blocks(self.block)).abs()
+        return Fp8Weight(weight.to(FP8), scales / self.inputs**0.5)
+
+    def undone(self, x: Tensor, sign: int = 1) -> Tensor:
+        """Return vectors, [..., inputs], whose second halves are their first ones times `sign`."""
+        first, rest = x[..., : self.half], torch.zeros_like(x[..., 2 * self.half :])
+        return torch.cat([first, sign * first, rest], dim=-1)
+
+    def _numbers(self, generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+
+    def _blocks(self, block: tuple[int, int]) -> tuple[int, int]:
+        return self.rows // block[0], self.inputs // block[1]
+
+    def _draw_groups(
+        self, form: Grouping, experts: tuple[int, ...], size: float, generator: torch.Generator
+    ) -> GroupWeight:
+        """Draw a weight as `draw` does, or experts', divided by a size."""
+        device, most, rows = generator.device, 1 << BITS[form.numbers], (*experts, self.rows)
+        numbers = torch.randint(0 if experts else 1, most, (*rows, self.inputs), generator=generator, device=device)
+        scales = torch.rand(*rows, self.inputs // form.size, generator=generator, device=device) + 0.5
+        if not experts:
+            first = numbers[..., : self.half]
+            opposite = first ^ most // 2 if form.numbers == "e2m1" else most - first
+            nothing = torch.full_like(numbers[..., 2 * self.half :], 0 if form.numbers == "e2m1" else most // 2)
+            numbers = torch.cat([first, opposite, nothing], dim=-1)
+            scales = _repeated(scales, self.half // form.size)
+        factors = torch.full(rows, 1 / size, device=device) if form.has_factors else None
+        if form.scales == torch.uint8:
+            scales = scales.log2().round() + 127 - round(math.log2(size))
+        elif not form.has_factors:
+            scales /= size
+        zeros = torch.full_like(scales, most // 2, dtype=torch.uint8) if form.has_zeros else None
+        words = pack(numbers, BITS[form.numbers])
+        return GroupWeight(words, scales.to(form.scales), zeros, factors, form.numbers, self.inputs)
+
+
+def _repeated(scales: Tensor, half: int) -> Tensor:
+    """Return scales, [..., groups], of which the second `half` are the first ones."""
+    first = scales[..., :half]
+    return torch.cat([first, first, scales[..., 2 * half :]], dim=-1)
+
+
+@functools.cache
+def sizes_alike(
+    multiply: Multiply,
+    reference: Multiply,
+    shape: Shape,
+    dtype: torch.dtype,
+    has_bias: bool,
+    device: torch.device,
+    sizes: tuple[int, ...],
+) -> frozenset[int]:
+    """Return for which of these numbers of tokens a product has the bits of `reference`, which gets all of them.
+
+    dtype: of the tokens' vectors
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(max(sizes), shape.inputs, generator=generator, device=device, dtype=dtype)
+    x, weight = shape.undone(x), shape.draw(dtype, generator)
+    bias = None
+    if has_bias:
+        bias = torch.randn(shape.rows, generator=generator, device=device, dtype=dtype) * 1e-6
+    expected = reference(x, weight, bias)
+    return frozenset(size for size in sizes if torch.equal(multiply(x[:size], weight, bias), expected[:size]))
