@@ -1,7 +1,4 @@
-"""Matrix products, with the norm before and the activation after, by whichever kernel is fastest for the shape.
-
-A weight that is no tensor multiplies itself, see weight.py.
-"""
+"""Matrix products, with the norm before and the activation after, by whichever kernel is fastest for the shape."""
 
 from __future__ import annotations
 
@@ -25,6 +22,33 @@ AnyWeight: TypeAlias = Tensor | Weight
 MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost more than a launch (measured on H200s)
 
 
+class PlainWeight(Weight):
+    """A tensor, [out_features, in_features]."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def for_row(self, x: Tensor, alone: bool) -> Tensor:
+        """Return the tensor."""
+        return self._weight
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, may_split: bool = False
+    ) -> Tensor:
+        """Compute linear."""
+        weight = self._weight
+        if may_split and activation is None and (tiling := find_tiling(x, weight)):
+            return few_outputs_linear(x, weight, tiling, bias)
+        if wave := find_one_wave(x, weight, activation is not None, may_split):
+            return one_wave_linear(x, weight, wave, bias, activation)
+        if activation is not None and bias is None and gated.is_faster(x, weight):
+            return gated.gated_linear(x, weight, activation)
+        out = F.linear(x, weight, bias)
+        return gate_mul(out, activation) if activation else out
+
+
 def linear(
     x: Tensor,
     weight: AnyWeight,
@@ -43,20 +67,12 @@ def linear(
     before: if given, x has gates in its first half and ups in its second, [tokens, 2 * in_features]: what is multiplied
         is act(gate) * up
     """
-    if not isinstance(weight, Tensor):
-        return weight.linear(x, bias, activation, may_split, before)
-    if before is not None:
-        x = gate_mul(x, before)
-    if is_one_row(x):
-        return one_row_linear(x, weight, bias, activation)
-    if may_split and activation is None and (tiling := find_tiling(x, weight)):
-        return few_outputs_linear(x, weight, tiling, bias)
-    if wave := find_one_wave(x, weight, activation is not None, may_split):
-        return one_wave_linear(x, weight, wave, bias, activation)
-    if activation is not None and bias is None and gated.is_faster(x, weight):
-        return gated.gated_linear(x, weight, activation)
-    out = F.linear(x, weight, bias)
-    return gate_mul(out, activation) if activation else out
+    own = PlainWeight(weight) if isinstance(weight, Tensor) else weight
+    if before is not None and len(x) == 1:
+        x, before = gate_mul(x, before), None
+    if is_one_row(x) and (row := own.for_row(x, alone=True)) is not None:
+        return one_row_linear(x, row, bias, activation)
+    return own.product(x if before is None else own.gated(x, before), bias, activation, may_split)
 
 
 def norm_linear(
@@ -80,13 +96,12 @@ def norm_linear(
     lane: if given, x stands for the sum of all ranks' x; only where takes_lane(x)
     """
     assert post is None or residual is not None
-    if not isinstance(weight, Tensor):
-        return weight.norm_linear(x, residual, norm, bias, activation, post, lane)
-    if is_one_row(x):
-        return one_row_norm_linear(x, residual, norm, weight, bias, activation, post, lane)
+    own = PlainWeight(weight) if isinstance(weight, Tensor) else weight
+    if is_one_row(x) and (row := own.for_row(x, alone=False)) is not None:
+        return one_row_norm_linear(x, residual, norm, row, bias, activation, post, lane)
     assert lane is None
-    normed, total = add_and_norm(x, residual, norm, post)
-    return linear(normed, weight, bias, activation), total
+    normed, total = own.normed(x, residual, norm, post)
+    return own.product(normed, bias, activation), total
 
 
 def norm_and_linear(

@@ -23,11 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
 from nanoinfer.kernels.launch import can_launch_early, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
-from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import Behind, Cut, Operand, load_block, multiply_tiles, stages_that_fit
-from nanoinfer.kernels.linear.weight import add_and_norm
+from nanoinfer.kernels.linear.weight import Weight, add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
-from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
 CUBLAS_VERSION = (12, 9)  # of CUDA, in which cuBLAS came to do so
@@ -53,43 +51,36 @@ def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
     return in_blocks and x.itemsize == 2 and capability(weight.numbers.device) >= HAS_FP8
 
 
-class Fp8LinearWeight(Fp8Weight):
-    """A weight such as can_multiply_fp8 says, which multiplies itself: see kernels.linear.weight.Weight."""
+class Fp8LinearWeight(Fp8Weight, Weight):
+    """A weight such as can_multiply_fp8 says. The launch that gates or normalises several tokens rounds them, too."""
 
     __slots__ = ()
 
-    def linear(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None, may_split: bool, before: Activation | None
+    def for_row(self, x: Tensor, alone: bool) -> Fp8LinearWeight:
+        """Return this weight."""
+        return self
+
+    def gated(self, x: Tensor, before: Activation) -> Fp8Tokens:
+        """Return act(gate) * up, rounded."""
+        return fp8_gate_mul_triton(x, before)
+
+    def normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None
+    ) -> tuple[Tensor | Fp8Tokens, Tensor]:
+        """Return the vectors, rounded if there is a norm, and the total."""
+        return add_and_norm(x, residual, None, post) if norm is None else fp8_norm_triton(x, residual, norm, post)
+
+    def product(
+        self,
+        x: Tensor | Fp8Tokens,
+        bias: Tensor | None = None,
+        activation: Activation | None = None,
+        may_split: bool = False,
     ) -> Tensor:
-        """Compute kernels.linear.dispatch.linear; the launch that rounds several tokens applies `before`, too."""
-        if len(x) == 1 and before is not None:
-            x, before = gate_mul(x, before), None
-        if is_one_row(x):
-            return one_row_linear(x, self, bias, activation)
-        in_fp8 = quantize(x) if before is None else fp8_gate_mul_triton(x, before)
+        """Compute kernels.linear.dispatch.linear."""
+        in_fp8 = quantize(x) if isinstance(x, Tensor) else x
         out = fp8_linear(in_fp8, self, bias, may_split and activation is None)
         return gate_mul(out, activation) if activation else out
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-        post: Norm | None,
-        lane: VectorLane | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute kernels.linear.dispatch.norm_linear; the launch that normalises several tokens rounds them, too."""
-        if is_one_row(x):
-            return one_row_norm_linear(x, residual, norm, self, bias, activation, post, lane)
-        assert lane is None
-        if norm is None:
-            _, total = add_and_norm(x, residual, None, post)
-            return self.linear(total, bias, activation, False, None), total
-        in_fp8, total = fp8_norm_triton(x, residual, norm, post)
-        out = fp8_linear(in_fp8, self, bias)
-        return gate_mul(out, activation) if activation else out, total
 
 
 def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_split: bool = False) -> Tensor:

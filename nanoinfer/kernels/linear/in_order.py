@@ -25,14 +25,14 @@ from nanoinfer.kernels.linear.groups.one_wave import can_multiply, one_wave_trit
 from nanoinfer.kernels.linear.order import AnyNumbers, Multiply, Shape, sizes_alike
 from nanoinfer.kernels.linear.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Behind, Cut, multiply_tiles, stages_that_fit
-from nanoinfer.kernels.linear.weight import OwnProduct
+from nanoinfer.kernels.linear.weight import Weight
 
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
 GROUP_CUTS = (Cut(16, 64), Cut(32, 64), Cut(64, 128, warps=8))  # for up to so many tokens, the last for all others
 A_SIZE_OF_EACH_CUT = (1, 16, 32, 64)  # tokens, of a weight with scales
 
 
-class InOrderWeight(OwnProduct):
+class InOrderWeight(Weight):
     """A weight whose products add up in the order of the inputs."""
 
     def __init__(self, weight: AnyNumbers, dtype: torch.dtype, has_bias: bool, sizes: Iterable[int]) -> None:
@@ -47,7 +47,12 @@ class InOrderWeight(OwnProduct):
         self._for_cublas = find_sizes(weight, dtype, has_bias, tuple(sizes))
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: Activation | None = None,
+        may_split: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Compute kernels.linear.dispatch.linear; of a plain weight without an activation, into `out` if given."""
         weight = self._weight

@@ -13,14 +13,14 @@ from torch import Tensor
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
-from nanoinfer.kernels.linear.weight import OwnProduct
+from nanoinfer.kernels.linear.weight import Weight
 
 PARTS = 8  # of all ranks' outputs
 ALIGNMENT = 16  # numbers of a weight's sides: MKL adds up in another order behind addresses that are not aligned
 AT_ONCE = 32  # numbers that an activation takes at a time; it computes a vector's last few in another way
 
 
-class WeightInParts(OwnProduct):
+class WeightInParts(Weight):
     """A weight, [out_features, in_features], cut into parts of its outputs.
 
     sizes: how many outputs each part has
@@ -39,6 +39,7 @@ class WeightInParts(OwnProduct):
         x: Tensor,
         bias: Tensor | None = None,
         activation: Activation | None = None,
+        may_split: bool = False,
         out: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Tensor:

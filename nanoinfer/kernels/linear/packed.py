@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.linear.weight import OwnProduct
+from nanoinfer.kernels.linear.weight import Weight
 
 INPUTS = 256  # of a block: oneDNN adds up a block's products one by one, so more inputs round worse
 ROWS = 16  # oneDNN packs a weight for about so many rows; other numbers only cost some speed
 
 
-class PackedWeight(OwnProduct):
+class PackedWeight(Weight):
     """Blocks of the weight's columns. A product reads them up to 2.8 times as fast as the weight itself."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -38,7 +38,9 @@ class PackedWeight(OwnProduct):
             block[rows] = columns.to(block)
             self._blocks[index] = _pack(block)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, may_split: bool = False
+    ) -> Tensor:
         """Compute kernels.linear.dispatch.linear."""
         multiply = torch.ops.mkldnn._linear_pointwise
         first, *others = zip(x.split(INPUTS, dim=1), self._blocks, strict=True)

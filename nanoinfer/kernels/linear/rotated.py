@@ -10,10 +10,10 @@ from torch import Tensor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.hadamard import hadamard
-from nanoinfer.kernels.linear.weight import OwnProduct
+from nanoinfer.kernels.linear.weight import Weight
 
 
-class RotatedWeight(OwnProduct):
+class RotatedWeight(Weight):
     """The weight, and what is rotated before and behind its product."""
 
     def __init__(self, weight: AnyWeight, inputs: int | None, outputs: Sequence[tuple[int, int]]) -> None:
@@ -23,7 +23,9 @@ class RotatedWeight(OwnProduct):
         """
         self._weight, self._inputs, self._outputs = weight, inputs, outputs
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, may_split: bool = False
+    ) -> Tensor:
         """Compute kernels.linear.dispatch.linear, of what is rotated; the bias is rotated with the outputs."""
         if self._inputs is not None:
             x = hadamard(x, self._inputs)

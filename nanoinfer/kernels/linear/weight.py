@@ -1,67 +1,45 @@
-"""Weight: a weight that multiplies itself, for it is no plain tensor, or adds up in an order of its own."""
+"""Weight: what multiplies itself, by whichever kernel is fastest; and a plain tensor's way to do so."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.one_row import OneRowWeight
 from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
-from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 
-class Weight(Protocol):
-    """What kernels.linear.dispatch leaves a product to; the arguments and results are those of its functions."""
+class Weight(ABC):
+    """What kernels.linear.dispatch leaves a product to. Most have `product` alone."""
 
-    def linear(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None, may_split: bool, before: Activation | None
-    ) -> Tensor:
-        """Compute kernels.linear.dispatch.linear."""
-        ...
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-        post: Norm | None,
-        lane: VectorLane | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute kernels.linear.dispatch.norm_linear; lane: None, unless its Matrix takes lanes"""
-        ...
-
-
-class OwnProduct(Weight):
-    """A weight that has one way to multiply any tokens, after what comes before."""
+    __slots__ = ()
 
     @abstractmethod
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
-        """Compute x @ weight.T + bias, and the activation, as kernels.linear.dispatch.linear does."""
-
-    def linear(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None, may_split: bool, before: Activation | None
+    def product(
+        self, x: Any, bias: Tensor | None = None, activation: Activation | None = None, may_split: bool = False
     ) -> Tensor:
-        """Compute kernels.linear.dispatch.linear; never returns pieces."""
-        return self.product(x if before is None else gate_mul(x, before), bias, activation)
+        """Compute x @ weight.T + bias, and the activation, as kernels.linear.dispatch.linear does.
 
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-        post: Norm | None,
-        lane: VectorLane | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute kernels.linear.dispatch.norm_linear; lane: None"""
-        assert lane is None
-        normed, total = add_and_norm(x, residual, norm, post)
-        return self.product(normed, bias, activation), total
+        x: a tensor, or what `gated` or `normed` returned
+        """
+
+    def for_row(self, x: Tensor, alone: bool) -> OneRowWeight | None:
+        """Return what kernels.linear.one_row multiplies a single token's x by; None: `product` multiplies it, too.
+
+        alone: nothing comes before the product, such as a norm
+        """
+        return None
+
+    def gated(self, x: Tensor, before: Activation) -> Any:
+        """Return the input of `product`, act(gate) * up; x: [tokens, 2 * in_features]"""
+        return gate_mul(x, before)
+
+    def normed(self, x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Any, Tensor]:
+        """Return the input of `product`, and the total, as kernels.linear.dispatch.norm_linear has them."""
+        return add_and_norm(x, residual, norm, post)
 
 
 def add_and_norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:
