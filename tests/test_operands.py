@@ -1,0 +1,131 @@
+"""A format that only this file knows multiplies with any number of tokens, dense, with experts and in order.
+
+It has six bits: four in one tensor and two in another. That takes a tuple of what the kernel reads, and a JIT function.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from conftest import DEVICE, whole_only
+from test_kernels import SHORT, assert_close, randn
+from torch import Tensor
+
+from nanoinfer.kernels.experts.products import choices_in_a_tile, expert_mlps_reference
+from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.plain import add_product
+from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, Operand, multiply_tiles
+from nanoinfer.kernels.sorting import group_triton
+
+CUTS = [Cut(16, 64, 32), Cut(64, 64, 64), Cut(128, 32, 32, warps=8), Cut(32, 64, 32, used=48)]
+
+
+class SixBits(NamedTuple):
+    """A weight, [out_features, in_features], or that of several experts: (number - 32) * scale.
+
+    lows: [..., out_features, in_features / 2] uint8, the lower four bits of two neighbours
+    highs: [..., out_features, in_features / 4] uint8, the upper two bits of four
+    scales: [..., out_features] float32
+    """
+
+    lows: Tensor
+    highs: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, *shape: int) -> tuple[SixBits, Tensor]:
+        """Draw a weight; return it, and in float64 what it stands for."""
+        numbers = torch.randint(64, shape, device=DEVICE)
+        pairs, fours = (numbers & 15).unflatten(-1, (-1, 2)), (numbers >> 4).unflatten(-1, (-1, 4))
+        lows = sum(pairs[..., i] << 4 * i for i in range(2))
+        highs = sum(fours[..., i] << 2 * i for i in range(4))
+        scales = torch.rand(shape[:-1], device=DEVICE) / 100
+        weight = cls(lows.to(torch.uint8), highs.to(torch.uint8), scales)
+        if DEVICE == "cuda":
+            launch_in_between(lows.device)
+        return weight, (numbers - 32).double() * scales.double().unsqueeze(-1)
+
+    def operand(self) -> Operand:
+        *_, rows, halves = self.lows.shape
+        return Operand(self.lows, Parts(self.highs, self.scales), None, add_products, rows, 2 * halves, apart=False)
+
+
+class Parts(NamedTuple):
+    highs: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+    """Return the products of a tile: see linear.plain.add_products."""
+    M: tl.constexpr = HOW.block_m
+    N: tl.constexpr = HOW.block_n
+    parts, in_features, row, k = product.parts, product.in_features, tile.rows[:, None], tl.arange(0, HOW.block_k)
+    wait_for_predecessor(EARLY)
+    acc = tl.zeros([N, M], tl.float32)
+    for start in range(tile.begin, tile.stop, HOW.block_k):
+        place = (start + k)[None, :]
+        inside, has_row = place < in_features, tile.has_row[:, None]
+        x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features + place
+        x = tl.load(x_ptrs, mask=tile.exists[:, None] & inside, other=0.0)
+        low = tl.load(product.numbers + row * (in_features // 2) + place // 2, mask=has_row & inside, other=0)
+        high = tl.load(parts.highs + row * (in_features // 4) + place // 4, mask=has_row & inside, other=0)
+        low, high = low.to(tl.int32) >> place % 2 * 4 & 15, high.to(tl.int32) >> place % 4 * 2 & 3
+        acc = add_product(acc, x, (low + high * 16 - 32).to(x.dtype), False)
+    acc *= tl.load(parts.scales + tile.rows, mask=tile.has_row, other=0.0)[:, None]
+    return acc, acc
+
+
+def multiply(x: Tensor, weight: SixBits, cut: Cut, behind: Behind, activation: Activation | None = None) -> Tensor:
+    rows = weight.lows.shape[0] // (2 if activation else 1)
+    dtype = x.dtype if cut.pieces == 1 else torch.float32
+    out = torch.empty((cut.pieces, len(x), rows), dtype=dtype, device=DEVICE)
+    return multiply_tiles(x, weight.operand(), cut, out, behind, activation, fused=False)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 20, *whole_only([5, 130])])
+def test_a_dense_weight(tokens: int, cut: Cut) -> None:
+    """With a bias, and without and with an activation; 136 inputs and 100 rows fill no block."""
+    (weight, matrix), x, bias = SixBits.of(100, 136), randn(tokens, 136, dtype=SHORT), randn(100, dtype=SHORT)
+    expected = F.linear(x.double(), matrix, bias.double())
+    assert_close(multiply(x, weight, cut, Behind(bias=bias)), expected)
+    if cut.used is None:
+        gated = gate_mul_reference(expected, "silu")
+        assert_close(multiply(x, weight, cut, Behind(bias=bias), "silu"), gated)
+
+
+def test_pieces_add_up_to_the_product() -> None:
+    (weight, matrix), x, bias = SixBits.of(64, 160), randn(3, 160, dtype=SHORT), randn(64, dtype=SHORT)
+    out = multiply(x, weight, Cut(16, 64, 32, pieces=2), Behind(bias=bias))
+    assert out.shape == (2, 3, 64)
+    assert_close(out.sum(0), F.linear(x.double(), matrix, bias.double()))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts(tokens: int) -> None:
+    (gate_up, wide), (down, wide_down) = SixBits.of(5, 2 * 32, 64), SixBits.of(5, 64, 32)
+    x = randn(tokens, 64, dtype=SHORT)
+    experts = torch.rand(tokens, 5, device=DEVICE).argsort()[:, :2].int().contiguous()
+    routes = Routes(experts, torch.rand(tokens, 2, device=DEVICE))
+    size = choices_in_a_tile(2 * tokens, 5)
+    chosen, cut = Chosen(group_triton(experts, 5, size), 2), Cut(size, 64, 32, persistent=True)
+    gated, out = x.new_empty(2 * tokens, 32), x.new_empty(2, tokens, 64)
+    multiply_tiles(x, gate_up.operand(), cut, gated, Behind(), "silu", chosen)
+    multiply_tiles(gated, down.operand(), cut, out, Behind(shares=routes.weights), None, chosen)
+    assert_close(out.float().sum(0).to(SHORT), expert_mlps_reference(x.double(), routes, wide, wide_down, "silu"))
+
+
+@pytest.mark.gpu
+def test_a_token_has_the_same_bits_in_any_company() -> None:
+    (weight, _), x = SixBits.of(512, 1024), randn(300, 1024, dtype=torch.bfloat16)
+    expected = multiply(x, weight, CUTS[0], Behind())
+    for tokens, cut in zip((1, 16, 100, 300), CUTS, strict=True):
+        assert torch.equal(multiply(x[:tokens], weight, cut, Behind()), expected[:tokens])
