@@ -14,13 +14,11 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
 from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
+from nanoinfer.kernels.linear.fp8_row import multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
     MAX_IN_FEATURES,
     WPER_WORD_PER_SM,
-    choose_programs,
-    load_bias,
-    load_tile,
+    one_row_gates_and_ups,
     store_dots,
 )
 
@@ -41,36 +39,11 @@ def one_row_expert_mlps(
 ) -> Tensor:
     """Compute products.expert_mlps for x of [1, hidden_size]; it rounds no single expert's result."""
     used = routes.experts.shape[1]
-    gates, gate_scales, (height, width) = parts_of(gate_up)
-    downs, down_scales, (down_height, down_width) = parts_of(down)
+    downs, down_scales, (height, width) = parts_of(down)
     _, hidden_size, size = downs.shape
-    assert x.is_contiguous()
-    assert gates.is_contiguous()
     assert downs.is_contiguous()
     in_fp8 = down_scales is not None
-    gated = x.new_empty(used, size)
-    block_k = triton.next_power_of_2(hidden_size)
-    block_n, per_multiprocessor, warps = choose_programs(block_k, in_fp8)
-    programs = max(per_multiprocessor * num_multiprocessors(x.device) // used, 1)
-    _gate_up_kernel[(min(triton.cdiv(2 * size, block_n), programs), used)](
-        x,
-        routes.experts,
-        gates,
-        gate_scales,
-        gate_up_bias,
-        gated,
-        hidden_size,
-        2 * size,
-        BIAS=gate_up_bias is not None,
-        ACTIVATION=activation,
-        HEIGHT=height,
-        WIDTH=width,
-        IN_WORDS=in_fp8 and x.is_cuda,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        **launch_options(x),
-    )
+    gated = one_row_gates_and_ups(x, routes.experts, gate_up, gate_up_bias, activation)
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
     block_n = WPER_WORD_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
@@ -87,8 +60,8 @@ def one_row_expert_mlps(
         USED=used,
         BLOCK_USED=triton.next_power_of_2(used),
         BIAS=down_bias is not None,
-        HEIGHT=down_height,
-        WIDTH=down_width,
+        HEIGHT=height,
+        WIDTH=width,
         IN_WORDS=in_fp8 and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -96,58 +69,6 @@ def one_row_expert_mlps(
         **launch_options(x),
     )
     return out
-
-
-@triton.jit
-def _gate_up_kernel(
-    x_ptr,
-    experts_ptr,
-    weight_ptr,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    in_features,
-    weight_rows,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IN_WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    IN_FP8: tl.constexpr = HEIGHT is not None
-    PER_WORD: tl.constexpr = 8 if IN_WORDS else 1
-    program, programs, choice = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
-    word = tl.arange(0, BLOCK_K // PER_WORD)
-    wait_for_predecessor(EARLY)
-    expert = tl.load(experts_ptr + choice).to(tl.int64)
-    weight_ptr += expert * weight_rows * in_features
-    out_ptr += choice * (weight_rows // 2)
-    if IN_WORDS:
-        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
-    tile = load_tile(weight_ptr, program, word, in_features // PER_WORD, weight_rows, BLOCK_N, True)
-    scales = None
-    if IN_FP8:
-        scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
-        scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
-    if BIAS:
-        bias_ptr += expert * weight_rows
-        bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, True)
-    x, factor = prepare_row(tl.load(x_ptr + k, mask=k < in_features, other=0.0), BLOCK_K, IN_WORDS)
-    for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
-        next_tile = start // BLOCK_N + programs
-        following = load_tile(weight_ptr, next_tile, word, in_features // PER_WORD, weight_rows, BLOCK_N, True)
-        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
-        if IN_FP8:
-            scales = load_scales(scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
-        if BIAS:
-            dots += bias
-            bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, True)
-        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
-        tile = following
 
 
 @triton.jit

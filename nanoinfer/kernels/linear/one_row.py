@@ -80,6 +80,16 @@ def one_row_norm_linear(
     return _launch(x, weight, bias, activation, residual, total, norm, post, lane, normed, of_row), total
 
 
+def one_row_gates_and_ups(
+    x: Tensor, experts: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None, activation: Activation
+) -> Tensor:
+    """Compute act(gate) * up of some experts for x of [1, in_features], in one launch; [experts, size].
+
+    experts: int32, which the launch before may write; weight: [all experts, 2 * size, in_features]
+    """
+    return _launch(x, weight, bias, activation, experts=experts)
+
+
 def _launch(
     x: Tensor,
     weight: OneRowWeight,
@@ -92,27 +102,31 @@ def _launch(
     lane: VectorLane | None = None,
     normed: Tensor | None = None,
     of_row: RowAdapter | None = None,
+    experts: Tensor | None = None,
 ) -> Tensor:
     assert of_row is None or lane is None
+    count = 1 if experts is None else experts.numel()
     ranks = len(lane.inboxes) if lane else 1
     of_groups = weight if isinstance(weight, GroupWeight) else None
     numbers, scales, (height, width) = (
         (weight.words, readable(weight.scales), (None, None)) if isinstance(weight, GroupWeight) else parts_of(weight)
     )
-    weight_rows, in_features = len(numbers), x.shape[1]
+    weight_rows, in_features = numbers.shape[-2], x.shape[1]
     assert x.is_contiguous()
     assert numbers.is_contiguous()
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
-    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
+    out = torch.empty((count, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = (
         choose_group_programs(block_k, of_groups) if of_groups else choose_programs(block_k, scales is not None)
     )
-    if isinstance(weight, Tensor) and weight.itemsize == 2 and block_k <= SHORT_ROW and of_row is None and lane is None:
+    is_plain = isinstance(weight, Tensor) and weight.itemsize == 2
+    if is_plain and block_k <= SHORT_ROW and of_row is None and lane is None and experts is None:
         warps //= 2
-    programs = min(triton.cdiv(weight_rows, block_n), per_multiprocessor * num_multiprocessors(x.device))
+    most = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
+    programs = min(triton.cdiv(weight_rows, block_n), most)
     per_load = LOAD // numbers.itemsize if isinstance(weight, Tensor) else None
-    _one_row_kernel[(programs,)](
+    _one_row_kernel[(programs, count)](
         x,
         post.weight if post else None,
         residual,
@@ -133,6 +147,7 @@ def _launch(
         of_row.pairs.b if of_row else None,
         of_row.h if of_row else None,
         of_row.slot if of_row else None,
+        experts,
         in_features,
         weight_rows,
         post.eps if post else None,
@@ -208,6 +223,7 @@ def _one_row_kernel(
     b_ptr,
     h_ptr,
     slot_ptr,
+    experts_ptr,
     in_features,
     weight_rows,
     post_eps,
@@ -253,6 +269,15 @@ def _one_row_kernel(
     if IN_WORDS:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
     program, programs = tl.program_id(0), tl.num_programs(0)
+    if experts_ptr is not None:  # which the predecessor has chosen
+        wait_for_predecessor(EARLY)
+        expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
+        out_ptr += tl.program_id(1) * (weight_rows // 2 if GATED else weight_rows)
+        weight_ptr += expert * weight_rows * (in_features // PER_WORD)
+        if IN_FP8:
+            scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
+        if BIAS:
+            bias_ptr += expert * weight_rows
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
@@ -288,7 +313,8 @@ def _one_row_kernel(
         slot, columns = load_complete(slot_ptr), len(PARTS) * RANK_OF_B
         a = load_a(a_ptr, slot, program, columns, in_features, k)
         b = load_b(b_ptr, slot, first, weight_rows, BLOCK_N, PARTS, RANK_OF_B, COLUMNS_BLOCK, GATED)
-    wait_for_predecessor(EARLY)
+    if experts_ptr is None:
+        wait_for_predecessor(EARLY)
     if ADAPTED:
         # The memory stays busy while programs wait for h.
         fetch_tile(weight_ptr, first + programs, row_words, weight_rows, BLOCK_N, BLOCK_K // PER_WORD, GATED, EARLY)
