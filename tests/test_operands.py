@@ -20,8 +20,9 @@ from nanoinfer.kernels.experts.products import choices_in_a_tile, expert_mlps_re
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.linear.plain import add_product
-from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, Operand, multiply_tiles
+from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, multiply_tiles
 from nanoinfer.kernels.sorting import group_triton
 
 CUTS = [Cut(16, 64, 32), Cut(64, 64, 64), Cut(128, 32, 32, warps=8), Cut(32, 64, 32, used=48)]

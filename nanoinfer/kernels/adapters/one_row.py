@@ -7,7 +7,8 @@ publish do so before they wait for others. They are no more than there are multi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,21 +38,36 @@ class RowAdapter(NamedTuple):
         assert pairs.b.is_contiguous()
         return cls(pairs, rows.slots, rows.blanks.take(pairs.a.shape[1]))
 
-    def constants(self, programs: int, row: int, threads: int, per_load: int | None) -> dict[str, Any]:
+    def shape(self, programs: int, row: int, threads: int, per_load: int | None, per_number: int) -> RowAdapterShape:
         """Return what the kernel is compiled for.
 
         row: the numbers of a row of the weight in a tile, a power of 2; threads: of a program
         per_load: the numbers of the weight that a thread loads at once; None: multiply_and_add cannot multiply them
+        per_number: inputs of which the weight has the numbers in one
         """
         columns, loads = len(self.h), row // per_load if per_load else 0
         block = max(triton.next_power_of_2(columns), min(threads, loads))
-        return {
-            "PARTS": self.pairs.parts,
-            "RANK_OF_B": self.pairs.rank,
-            "PUBLISHERS": min(columns, programs, num_multiprocessors(self.h.device)) if self.h.is_cuda else 1,
-            "COLUMNS_BLOCK": block,
-            "PER_LOAD": per_load if block <= loads else None,
-        }
+        publishers = min(columns, programs, num_multiprocessors(self.h.device)) if self.h.is_cuda else 1
+        pairs, per_load = self.pairs, per_load if block <= loads else None
+        return RowAdapterShape(pairs.parts, pairs.rank, publishers, block, per_load, per_number)
+
+
+@dataclass(frozen=True)
+class RowAdapterShape:
+    """What linear.one_row's kernel is compiled for, if a row may have an adapter.
+
+    parts, rank: of Pairs
+    publishers: programs that compute h
+    columns_block: room for the columns of h
+    per_load, per_number: see RowAdapter.shape; where per_load is None, multiply_and_add multiplies nothing
+    """
+
+    parts: tuple[int, ...]
+    rank: int
+    publishers: int
+    columns_block: int
+    per_load: int | None
+    per_number: int
 
 
 @triton.jit

@@ -17,8 +17,9 @@ from nanoinfer.kernels.experts.operand import GroupOperand
 from nanoinfer.kernels.groups import GroupWeight, Numbers
 from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
+from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.linear.plain import add_product
-from nanoinfer.kernels.linear.tiles import Cut, Operand, stages_that_fit
+from nanoinfer.kernels.linear.tiles import Cut, stages_that_fit
 from nanoinfer.kernels.unpacking import unpack_tile
 
 

@@ -17,10 +17,10 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_row import multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
     MAX_IN_FEATURES,
-    WPER_WORD_PER_SM,
     one_row_gates_and_ups,
     store_dots,
 )
+from nanoinfer.kernels.linear.plain import PER_MULTIPROCESSOR
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
@@ -46,7 +46,7 @@ def one_row_expert_mlps(
     gated = one_row_gates_and_ups(x, routes.experts, gate_up, gate_up_bias, activation)
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
-    block_n = WPER_WORD_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
+    block_n = PER_MULTIPROCESSOR // block_k  # with fewer, larger tiles an H200 reads faster here
     programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
     _down_kernel[(min(triton.cdiv(hidden_size, block_n), programs),)](
         gated,

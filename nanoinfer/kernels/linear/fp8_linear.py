@@ -23,7 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
 from nanoinfer.kernels.launch import can_launch_early, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
-from nanoinfer.kernels.linear.tiles import Behind, Cut, Operand, load_block, multiply_tiles, stages_that_fit
+from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.tiles import Behind, Cut, load_block, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import Weight, add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
 

@@ -6,11 +6,15 @@ in one instruction, and multiplies two in another. So there a thread loads words
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.fp8 import BLOCK
+from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
 from nanoinfer.kernels.linear.activation import gated_row
+from nanoinfer.kernels.linear.operand import RowOperand
+from nanoinfer.kernels.linear.plain import MIN_TILE, PER_MULTIPROCESSOR, load_rows
 
 
 @triton.jit
@@ -47,25 +51,59 @@ def multiply_tile(
         return tl.sum(products, axis=1)
 
 
+@dataclass(frozen=True)
+class Fp8RowForm:
+    """What the functions of a weight in FP8 are compiled for. in_words: eight numbers are an int64"""
+
+    height: int
+    width: int
+    in_words: bool
+
+
+def fp8_row(weight: Fp8Weight) -> RowOperand:
+    """Return the operand of a weight for a single token."""
+    assert weight.numbers.is_contiguous()
+    *_, rows, in_features = weight.numbers.shape
+    row = triton.next_power_of_2(in_features)
+    tile = max(2 * MIN_TILE, 2 * row)  # half the bytes of 16 bits; and fewer warps wait for each other
+    programs = tile // row, 2 * PER_MULTIPROCESSOR // tile, 4 if tile == 2 * MIN_TILE else 8
+    form = Fp8RowForm(*weight.block, weight.numbers.is_cuda)
+    functions = _load_tile, _load_scales, _prepare, _multiply
+    return RowOperand(Fp8Weight(*weight), form, *functions, rows, in_features, programs, None)
+
+
 @triton.jit
-def load_scales(
-    scales_ptr,
-    tile,
-    in_features,
-    weight_rows,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Load the scales of what one_row.load_tile loads, [BLOCK_N, BLOCK_K / BLOCK]."""
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
+def _load_tile(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """See linear.plain.load_row_tile; if in_words, [block_n, block_k / 8] int64."""
+    PER_WORD: tl.constexpr = 8 if HOW.form.in_words else 1
+    numbers, width = parts.numbers, in_features // PER_WORD
+    if HOW.form.in_words:
+        numbers = numbers.to(tl.pointer_type(tl.int64))
+    return load_rows(numbers, first_row, tile, width, width, weight_rows, HOW.block_k // PER_WORD, HOW)
+
+
+@triton.jit
+def _load_scales(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Load the scales of what _load_tile loads, [block_n, block_k / BLOCK]."""
+    FORM: tl.constexpr = HOW.form
+    n = tile * HOW.block_n + tl.arange(0, HOW.block_n)
+    first = tl.arange(0, HOW.block_k // BLOCK) * BLOCK
     mask = (n < weight_rows)[:, None] & (first < in_features)[None, :]
-    if GATED:
+    if HOW.activation is not None:
         n = gated_row(n, weight_rows)
-    return tl.load(scales_ptr + (n // HEIGHT * (in_features // WIDTH))[:, None] + first // WIDTH, mask=mask, other=0.0)
+    row = (first_row.to(tl.int32) + n) // FORM.height * (in_features // FORM.width)
+    return tl.load(parts.scales + row[:, None] + first // FORM.width, mask=mask, other=0.0)
+
+
+@triton.jit
+def _prepare(x, HOW: tl.constexpr):
+    return prepare_row(x, HOW.block_k, HOW.form.in_words)
+
+
+@triton.jit
+def _multiply(parts, tile, vector, scales, first_row, index, weight_rows, HOW: tl.constexpr):
+    x, factor = vector
+    return multiply_tile(tile, x, factor, scales, HOW.block_n, HOW.block_k, True, HOW.form.in_words)
 
 
 @triton.jit

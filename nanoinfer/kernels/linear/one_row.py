@@ -7,15 +7,24 @@ up the ranks' parts of the input for itself. A row's adapter takes no launch eit
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.one_row import RowAdapter, load_a, load_b, multiply_and_add, publish_h, receive_h
-from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
+from nanoinfer.kernels.adapters.one_row import (
+    RowAdapter,
+    RowAdapterShape,
+    load_a,
+    load_b,
+    multiply_and_add,
+    publish_h,
+    receive_h,
+)
+from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import (
     fetch_rows,
@@ -25,18 +34,16 @@ from nanoinfer.kernels.launch import (
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
-from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
-from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
-from nanoinfer.kernels.linear.groups.scales import readable
+from nanoinfer.kernels.linear.fp8_row import fp8_row
+from nanoinfer.kernels.linear.groups.row import group_row
+from nanoinfer.kernels.linear.operand import RowOperand
+from nanoinfer.kernels.linear.plain import load_of_rows, plain_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
 OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
-MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
 REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
-LOAD = 16  # bytes that a thread loads at once
-WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 SHORT_ROW = 2048  # numbers of 16 bits: up to here, half as many warps wait less for each other (measured on an H200)
 
 
@@ -105,291 +112,210 @@ def _launch(
     experts: Tensor | None = None,
 ) -> Tensor:
     assert of_row is None or lane is None
-    count = 1 if experts is None else experts.numel()
-    ranks = len(lane.inboxes) if lane else 1
-    of_groups = weight if isinstance(weight, GroupWeight) else None
-    numbers, scales, (height, width) = (
-        (weight.words, readable(weight.scales), (None, None)) if isinstance(weight, GroupWeight) else parts_of(weight)
-    )
-    weight_rows, in_features = numbers.shape[-2], x.shape[1]
     assert x.is_contiguous()
-    assert numbers.is_contiguous()
+    count = 1 if experts is None else experts.numel()
+    operand = row_operand(weight)
+    weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
     out = torch.empty((count, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
-    block_n, per_multiprocessor, warps = (
-        choose_group_programs(block_k, of_groups) if of_groups else choose_programs(block_k, scales is not None)
-    )
-    is_plain = isinstance(weight, Tensor) and weight.itemsize == 2
+    block_n, per_multiprocessor, warps = operand.programs
+    is_plain = operand.load_scales is None and numbers.itemsize == 2
     if is_plain and block_k <= SHORT_ROW and of_row is None and lane is None and experts is None:
         warps //= 2
     most = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     programs = min(triton.cdiv(weight_rows, block_n), most)
-    per_load = LOAD // numbers.itemsize if isinstance(weight, Tensor) else None
     _one_row_kernel[(programs, count)](
-        x,
-        post.weight if post else None,
-        residual,
-        norm.weight if norm else None,
-        norm.stream_scale if norm else None,
-        numbers,
-        scales,
-        of_groups.zeros if of_groups else None,
-        of_groups.factors if of_groups else None,
+        Before(
+            x,
+            residual,
+            norm.weight if norm else None,
+            norm.stream_scale if norm else None,
+            post.weight if post else None,
+            total,
+            normed,
+            norm.eps if norm else None,
+            post.eps if post else None,
+        ),
+        (lane.inboxes, lane.stale, lane.stop) if lane else None,
+        (of_row.pairs.a, of_row.pairs.b, of_row.h, of_row.slot) if of_row else None,
+        operand.parts,
         bias,
-        out,
-        total,
-        normed,
-        lane.inboxes if lane else None,
-        lane.stale if lane else None,
-        lane.stop if lane else None,
-        of_row.pairs.a if of_row else None,
-        of_row.pairs.b if of_row else None,
-        of_row.h if of_row else None,
-        of_row.slot if of_row else None,
         experts,
+        out,
         in_features,
         weight_rows,
-        post.eps if post else None,
-        norm.eps if norm else None,
-        *_strides(of_groups),
-        STALE=lane is not None and lane.stale is not None,
-        RANK=lane.rank if lane else 0,
-        RANKS=ranks,
-        RANKS_BLOCK=triton.next_power_of_2(ranks),
-        POST=post is not None,
-        POST_PLUS_ONE=post is not None and post.plus_one,
-        ADD=residual is not None,
-        NORM=norm is not None,
-        SCALED=norm is not None and norm.stream_scale is not None,
-        PLUS_ONE=norm is not None and norm.plus_one,
-        KEEP=normed is not None,
-        BIAS=bias is not None,
-        ACTIVATION=activation,
-        HEIGHT=height,
-        WIDTH=width,
-        IN_WORDS=height is not None and x.is_cuda,
-        NUMBERS=of_groups.numbers if of_groups else None,
-        GROUP=of_groups.group if of_groups else None,
-        NATIVE=x.is_cuda,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        numbers.shape[-1],
+        LOAD=operand.load,
+        LOAD_SCALES=operand.load_scales,
+        PREPARE=operand.prepare,
+        MULTIPLY=operand.multiply,
+        HOW=How(
+            block_n,
+            block_k,
+            operand.form,
+            activation,
+            norm is not None and norm.plus_one,
+            post is not None and post.plus_one,
+            (lane.rank, len(lane.inboxes), lane.stale is not None) if lane else None,
+            of_row.shape(programs, block_k, 32 * warps, operand.per_load, in_features // numbers.shape[-1])
+            if of_row
+            else None,
+        ),
         num_warps=warps,
-        **(of_row.constants(programs, block_k, 32 * warps, per_load) if of_row else {}),
         # With an adapter, programs take more registers than those without, which all run at once.
-        maxnreg=REGISTERS // (per_multiprocessor * warps)
-        if of_row and scales is None and dtype.itemsize == 2
-        else None,
+        maxnreg=REGISTERS // (per_multiprocessor * warps) if of_row and is_plain else None,
         **launch_options(x),
     )
     return out
 
 
-def _strides(weight: GroupWeight | None) -> tuple[int | None, ...]:
-    """Return the strides of the scales and of the zeros, of rows and of groups."""
-    if weight is None:
-        return (None,) * 4
-    return (*weight.scales.stride(), *((None, None) if weight.zeros is None else weight.zeros.stride()))
+def row_operand(weight: OneRowWeight) -> RowOperand:
+    """Return the operand of a weight, or of experts' weights."""
+    if isinstance(weight, GroupWeight):
+        return group_row(weight)
+    return fp8_row(weight) if isinstance(weight, Fp8Weight) else plain_row(weight)
 
 
-def choose_programs(block_k: int, in_fp8: bool) -> tuple[int, int, int]:
-    """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program."""
-    if in_fp8:  # half the bytes; and fewer warps wait for each other
-        tile = max(2 * MIN_TILE, 2 * block_k)
-        return tile // block_k, 2 * WPER_WORD_PER_SM // tile, 4 if tile == 2 * MIN_TILE else 8
-    tile = max(MIN_TILE, 2 * block_k)
-    return tile // block_k, max(WPER_WORD_PER_SM // tile, 1), 8 if tile == MIN_TILE else 16
+class Before(NamedTuple):
+    """What comes before the product, in tensors of a row's features; None: nothing. total, normed: are filled"""
+
+    x: Tensor
+    residual: Tensor | None
+    norm: Tensor | None
+    stream_scale: Tensor | None
+    post: Tensor | None
+    total: Tensor | None
+    normed: Tensor | None
+    eps: float | None
+    post_eps: float | None
+
+
+@dataclass(frozen=True)
+class How:
+    """What the kernel is compiled for. block_n, block_k: rows of a tile, and room for the inputs
+
+    form: RowOperand's
+    lane: the rank, how many there are, and whether a lane has stale numbers; None: x is the sum
+    adapter: None: the row has no room for one
+    """
+
+    block_n: int
+    block_k: int
+    form: Any
+    activation: Activation | None
+    plus_one: bool
+    post_plus_one: bool
+    lane: tuple[int, int, bool] | None
+    adapter: RowAdapterShape | None
 
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr,
-    post_weight_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    stream_scale_ptr,
-    weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    factors_ptr,
+    before,
+    lane,
+    adapter,
+    parts,
     bias_ptr,
-    out_ptr,
-    total_ptr,
-    normed_ptr,
-    inboxes_ptr,
-    stale_ptr,
-    stop_ptr,
-    a_ptr,
-    b_ptr,
-    h_ptr,
-    slot_ptr,
     experts_ptr,
+    out_ptr,
     in_features,
     weight_rows,
-    post_eps,
-    eps,
-    scales_row,
-    scales_group,
-    zeros_row,
-    zeros_group,
-    STALE: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_BLOCK: tl.constexpr,
-    POST: tl.constexpr,
-    POST_PLUS_ONE: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    KEEP: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IN_WORDS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    row_numbers,
+    LOAD: tl.constexpr,
+    LOAD_SCALES: tl.constexpr,
+    PREPARE: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    HOW: tl.constexpr,
     EARLY: tl.constexpr,
-    PARTS: tl.constexpr = None,
-    RANK_OF_B: tl.constexpr = None,
-    PUBLISHERS: tl.constexpr = None,
-    COLUMNS_BLOCK: tl.constexpr = None,
-    PER_LOAD: tl.constexpr = None,
 ):
+    N: tl.constexpr = HOW.block_n
+    K: tl.constexpr = HOW.block_k
+    ACTIVATION: tl.constexpr = HOW.activation
     GATED: tl.constexpr = ACTIVATION is not None
-    IN_FP8: tl.constexpr = HEIGHT is not None
-    IN_GROUPS: tl.constexpr = NUMBERS is not None
-    ZEROS: tl.constexpr = zeros_ptr is not None
-    # Numbers that a thread loads and multiplies at once
-    PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8 if IN_WORDS or IN_GROUPS else 1
-    if IN_WORDS:
-        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    ADAPTER: tl.constexpr = HOW.adapter
+    ADAPTED: tl.constexpr = ADAPTER is not None
+    program, programs, first_row = tl.program_id(0), tl.num_programs(0), tl.full([], 0, tl.int64)
     if experts_ptr is not None:  # which the predecessor has chosen
         wait_for_predecessor(EARLY)
-        expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
+        first_row = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64) * weight_rows
         out_ptr += tl.program_id(1) * (weight_rows // 2 if GATED else weight_rows)
-        weight_ptr += expert * weight_rows * (in_features // PER_WORD)
-        if IN_FP8:
-            scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
-        if BIAS:
-            bias_ptr += expert * weight_rows
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, K)
     inside = k < in_features
-    # The predecessor writes no weights, so the first loads of them need not wait for it.
-    word, row_words = tl.arange(0, BLOCK_K // PER_WORD), in_features // PER_WORD
-    if IN_GROUPS:
-        row_words = tl.multiple_of(row_words, 4)
-    ADAPTED: tl.constexpr = b_ptr is not None
     first = program
     if ADAPTED:
         first = programs - 1 - program  # so that those with the fewest tiles compute h
-    tile = load_tile(weight_ptr, first, word, row_words, weight_rows, BLOCK_N, GATED)
+    # The predecessor writes no weights, so the first loads of them need not wait for it.
+    tile = LOAD(parts, first_row, first, in_features, weight_rows, HOW)
     scales = None
-    if IN_FP8:
-        scales = load_scales(scales_ptr, first, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
-    if IN_GROUPS:
-        GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
-        groups = in_features // GROUP
-        scales = load_of_groups(
-            scales_ptr, scales_row, scales_group, first, groups, weight_rows, BLOCK_N, GROUPS, GATED
-        )
-        zeros = None
-        if ZEROS:
-            zeros = load_of_groups(
-                zeros_ptr, zeros_row, zeros_group, first, groups, weight_rows, BLOCK_N, GROUPS, GATED
-            )
-    if BIAS:
-        bias = load_bias(bias_ptr, first, weight_rows, BLOCK_N, GATED)
-    if POST:
-        post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
-    if NORM:
-        norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
+    if LOAD_SCALES is not None:
+        scales = LOAD_SCALES(parts, first_row, first, in_features, weight_rows, HOW)
+    if bias_ptr is not None:
+        bias = load_of_rows(bias_ptr, first_row, first, weight_rows, HOW)
+    if before.post is not None:
+        post_weight = tl.load(before.post + k, mask=inside, other=0.0)
+    if before.norm is not None:
+        norm_weight = tl.load(before.norm + k, mask=inside, other=0.0)
     if ADAPTED:
-        slot, columns = load_complete(slot_ptr), len(PARTS) * RANK_OF_B
+        PARTS: tl.constexpr = ADAPTER.parts
+        COLUMNS: tl.constexpr = ADAPTER.columns_block
+        a_ptr, b_ptr, h_ptr, slot_ptr = adapter
+        slot, columns = load_complete(slot_ptr), len(PARTS) * ADAPTER.rank
         a = load_a(a_ptr, slot, program, columns, in_features, k)
-        b = load_b(b_ptr, slot, first, weight_rows, BLOCK_N, PARTS, RANK_OF_B, COLUMNS_BLOCK, GATED)
+        b = load_b(b_ptr, slot, first, weight_rows, N, PARTS, ADAPTER.rank, COLUMNS, GATED)
     if experts_ptr is None:
         wait_for_predecessor(EARLY)
     if ADAPTED:
         # The memory stays busy while programs wait for h.
-        fetch_tile(weight_ptr, first + programs, row_words, weight_rows, BLOCK_N, BLOCK_K // PER_WORD, GATED, EARLY)
+        PER_NUMBER: tl.constexpr = ADAPTER.per_number
+        fetch_tile(parts.numbers, first + programs, row_numbers, weight_rows, N, K // PER_NUMBER, GATED, EARLY)
 
-    x = tl.load(x_ptr + k, mask=inside, other=0.0)
-    if RANKS > 1:
-        x = add_ranks(
-            x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, RANKS_BLOCK
-        )
-    if POST:
-        x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
-    if ADD:
-        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
-        if SCALED:
-            x *= tl.load(stream_scale_ptr)
-    if ADD or RANKS > 1:
-        tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    if NORM:
-        x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
-    if KEEP:
-        tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    x = tl.load(before.x + k, mask=inside, other=0.0)
+    if HOW.lane is not None:
+        RANK: tl.constexpr = HOW.lane[0]
+        RANKS: tl.constexpr = HOW.lane[1]
+        STALE: tl.constexpr = HOW.lane[2]
+        inboxes_ptr, stale_ptr, stop_ptr = lane
+        BLOCK: tl.constexpr = triton.next_power_of_2(RANKS)
+        x = add_ranks(x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, BLOCK)
+    if before.post is not None:
+        x = norm_block(x, post_weight, in_features, before.post_eps, HOW.post_plus_one)
+    if before.residual is not None:
+        x += tl.load(before.residual + k, mask=inside, other=0.0)
+        if before.stream_scale is not None:
+            x *= tl.load(before.stream_scale)
+    if before.residual is not None or HOW.lane is not None:
+        tl.store(before.total + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    if before.norm is not None:
+        x = norm_block(x, norm_weight, in_features, before.eps, HOW.plus_one)
+    if before.normed is not None:
+        tl.store(before.normed + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if ADAPTED:
-        publish_h(x, a, a_ptr, slot, h_ptr, program, columns, in_features, k, PUBLISHERS)
-    if IN_GROUPS:
-        places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
-    else:
-        x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
+        publish_h(x, a, a_ptr, slot, h_ptr, program, columns, in_features, k, ADAPTER.publishers)
+    vector = PREPARE(x, HOW)
 
     if ADAPTED:
-        h = receive_h(h_ptr, slot, columns, b.dtype, COLUMNS_BLOCK).to(tl.float32)
-    for start in range(first * BLOCK_N, weight_rows, programs * BLOCK_N):
-        next_tile = start // BLOCK_N + programs
-        following = load_tile(weight_ptr, next_tile, word, row_words, weight_rows, BLOCK_N, GATED)
+        h = receive_h(h_ptr, slot, columns, b.dtype, COLUMNS).to(tl.float32)
+    for start in range(first * N, weight_rows, programs * N):
+        index = start // N
+        following = LOAD(parts, first_row, index + programs, in_features, weight_rows, HOW)
         if ADAPTED:
             of_adapter = b.to(tl.float32) * h[None, :]
-        if IN_GROUPS:
-            dots = multiply_words(
-                tile, places, sums, scales, zeros, NUMBERS, BLOCK_N, GROUPS, GROUP == 2 * PER_WORD, NATIVE
-            )
-            scales = load_of_groups(
-                scales_ptr, scales_row, scales_group, next_tile, groups, weight_rows, BLOCK_N, GROUPS, GATED
-            )
-            if ZEROS:
-                zeros = load_of_groups(
-                    zeros_ptr, zeros_row, zeros_group, next_tile, groups, weight_rows, BLOCK_N, GROUPS, GATED
-                )
-            if factors_ptr is not None:
-                dots *= load_bias(factors_ptr, start // BLOCK_N, weight_rows, BLOCK_N, GATED)
-        elif PER_LOAD is not None:
-            dots = multiply_and_add(tile, x, of_adapter, BLOCK_N, BLOCK_K, PER_LOAD)
+        if ADAPTED and ADAPTER.per_load is not None:
+            dots = multiply_and_add(tile, vector, of_adapter, N, K, ADAPTER.per_load)
         else:
-            dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
-        if IN_FP8:
-            scales = load_scales(
-                scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED
-            )
-        if BIAS:
+            dots = MULTIPLY(parts, tile, vector, scales, first_row, index, weight_rows, HOW)
+        if LOAD_SCALES is not None:
+            scales = LOAD_SCALES(parts, first_row, index + programs, in_features, weight_rows, HOW)
+        if bias_ptr is not None:
             dots += bias
-            bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
+            bias = load_of_rows(bias_ptr, first_row, index + programs, weight_rows, HOW)
         if ADAPTED:
-            if PER_LOAD is None:
+            if ADAPTER.per_load is None:
                 dots += tl.sum(of_adapter, axis=1)
-            b = load_b(b_ptr, slot, next_tile, weight_rows, BLOCK_N, PARTS, RANK_OF_B, COLUMNS_BLOCK, GATED)
-        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
+            b = load_b(b_ptr, slot, index + programs, weight_rows, N, PARTS, ADAPTER.rank, COLUMNS, GATED)
+        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, N)
         tile = following
-
-
-@triton.jit
-def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Load BLOCK_N rows of the weight. If GATED, each gate's row precedes its up's; the weight has all gates first."""
-    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (n < weight_rows)[:, None] & (k < in_features)[None, :]
-    if GATED:
-        n = gated_row(n, weight_rows)
-    return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -403,7 +329,7 @@ def fetch_tile(
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Let the L2 cache fetch what load_tile loads."""
+    """Let the L2 cache fetch the rows of a tile."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
         n = gated_row(n, weight_rows)

@@ -1,15 +1,22 @@
-"""A plain weight, of floating-point numbers, as the tile kernel's operand."""
+"""A plain weight, of floating-point numbers, as the kernels' operand."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import fetch_rows, wait_for_predecessor
-from nanoinfer.kernels.linear.tiles import Operand, load_block
+from nanoinfer.kernels.linear.activation import gated_row
+from nanoinfer.kernels.linear.operand import Operand, RowOperand
+from nanoinfer.kernels.linear.tiles import load_block
 
 LINE_BITS = tl.constexpr(1024)
+MIN_TILE = 8192  # numbers per load of a program of one row; at least two of its rows, or reductions cost more
+PER_MULTIPROCESSOR = 4 * MIN_TILE  # numbers that are on their way at a time
+LOAD = 16  # bytes that a thread loads at once
 
 
 def plain_operand(weight: Tensor) -> Operand:
@@ -65,3 +72,61 @@ def add_product(acc, x, weight, TOKENS_LEFT: tl.constexpr):
         if TOKENS_LEFT
         else tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     )
+
+
+def plain_row(weight: Tensor) -> RowOperand:
+    """Return the operand of a weight for a single token."""
+    assert weight.is_contiguous()
+    *_, rows, in_features = weight.shape
+    row = triton.next_power_of_2(in_features)
+    tile = max(MIN_TILE, 2 * row)
+    programs = tile // row, max(PER_MULTIPROCESSOR // tile, 1), 8 if tile == MIN_TILE else 16
+    functions = load_row_tile, None, _prepare, _multiply
+    return RowOperand(PlainParts(weight), None, *functions, rows, in_features, programs, LOAD // weight.itemsize)
+
+
+class PlainParts(NamedTuple):
+    """All that the kernel for one row reads of a weight."""
+
+    numbers: Tensor
+
+
+@triton.jit
+def load_row_tile(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Load the rows of a tile, [block_n, block_k]. Each gate's row comes before its up's, if there is an activation.
+
+    first_row: of the matrix among those of all experts, int64; HOW: a one_row.How
+    """
+    return load_rows(parts.numbers, first_row, tile, in_features, in_features, weight_rows, HOW.block_k, HOW)
+
+
+@triton.jit
+def load_rows(ptr, first_row, tile, width, stride, weight_rows, COLUMNS: tl.constexpr, HOW: tl.constexpr):
+    """Load [block_n, COLUMNS] of a tile's rows, of which `width` columns are any."""
+    N: tl.constexpr = HOW.block_n
+    n, k = tile.to(tl.int64) * N + tl.arange(0, N), tl.arange(0, COLUMNS)
+    mask = (n < weight_rows)[:, None] & (k < width)[None, :]
+    if HOW.activation is not None:
+        n = gated_row(n, weight_rows)
+    return tl.load(ptr + (first_row + n)[:, None] * stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_of_rows(ptr, first_row, tile, weight_rows, HOW: tl.constexpr):
+    """Load what each row of a tile has, such as its bias, in the tile's order, as float32."""
+    n = tile * HOW.block_n + tl.arange(0, HOW.block_n)
+    mask = n < weight_rows
+    if HOW.activation is not None:
+        n = gated_row(n, weight_rows)
+    return tl.load(ptr + first_row + n, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _prepare(x, HOW: tl.constexpr):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _multiply(parts, tile, x, scales, first_row, index, weight_rows, HOW: tl.constexpr):
+    """Return the products of a tile's rows with x, [block_n] float32; index: the tile's."""
+    return tl.sum(tile.to(tl.float32) * x[None, :], axis=1)

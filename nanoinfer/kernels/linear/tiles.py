@@ -1,8 +1,7 @@
 """The tile kernel: the products of some tokens' vectors with some rows of a weight, of any format, dense or of experts.
 
-A format is an operand: a tuple of what its kernel code knows of a weight, and a JIT function that adds up the products
-of one tile. All else is here: which tile a program has, pieces of the inputs, what comes behind the products. A dense
-weight is one expert, whose tokens need no table. See docs/tour.md for how to add a format.
+A format is an operand, whose JIT function adds up the products of one tile. All else is here: which tile a program
+has, pieces of the inputs, what comes behind the products. A dense weight is one expert, whose tokens need no table.
 """
 
 from __future__ import annotations
@@ -17,30 +16,10 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import launch_options, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
+from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.sorting import Groups
 
 NEIGHBOURS = tl.constexpr(8)  # tiles of tokens that are computed side by side, with the same rows of the weight
-
-
-class Operand(NamedTuple):
-    """What the tile kernel knows of a weight, [out_features, in_features]; experts have a dimension more before.
-
-    numbers: its numbers or words, or a tensor descriptor of them
-    parts: what else add_products reads: a NamedTuple of tensors and integers, or None
-    form: what add_products is compiled for: a frozen dataclass, or None
-    add_products: the JIT function that adds up a tile's products: see linear.plain.add_products
-    rows, in_features: of a matrix
-    apart: a tile's gates and ups add up apart from each other, and 64 tokens and more are the left matrix; else each
-        gate's row comes before its up's, and the weight is the left matrix
-    """
-
-    numbers: Any
-    parts: Any
-    form: Any
-    add_products: Any
-    rows: int
-    in_features: int
-    apart: bool
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, scales_are_exac
 from nanoinfer.kernels.launch import fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
-from nanoinfer.kernels.linear.tiles import Behind, Cut, Operand, multiply_tiles
+from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.tiles import Behind, Cut, multiply_tiles
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks

@@ -6,12 +6,18 @@ same for all rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, GroupWeight
+from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.groups.scales import widen
+from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.operand import RowOperand
+from nanoinfer.kernels.linear.plain import load_of_rows, load_rows
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -27,40 +33,109 @@ def has_row_kernel(weight: GroupWeight) -> bool:
     return in_groups and weight.in_features % BLOCK == 0
 
 
-def choose_group_programs(block_k: int, weight: GroupWeight) -> tuple[int, int, int]:
-    """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program."""
+class GroupRowParts(NamedTuple):
+    """What the functions read of a GroupWeight: its tensors, and strides."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    factors: Tensor | None
+    scales_row: int
+    scales_group: int
+    zeros_row: int | None
+    zeros_group: int | None
+
+
+@dataclass(frozen=True)
+class GroupRowForm:
+    """What the functions are compiled for; numbers, group: of groups.GroupWeight; native: on a GPU"""
+
+    numbers: Numbers
+    group: int
+    native: bool
+    has_zeros: bool
+
+
+def group_row(weight: GroupWeight) -> RowOperand:
+    """Return the operand of a weight, such as has_row_kernel says, for a single token."""
+    words, zeros = weight.words, weight.zeros
+    assert words.is_contiguous()
+    scales_row, scales_group = weight.scales.stride()
+    zeros_row, zeros_group = (None, None) if zeros is None else zeros.stride()
+    strides = scales_row, scales_group, zeros_row, zeros_group
+    parts = GroupRowParts(words, readable(weight.scales), zeros, weight.factors, *strides)
+    form = GroupRowForm(weight.numbers, weight.group, words.is_cuda, zeros is not None)
+    block_k = triton.next_power_of_2(weight.in_features)
     row = block_k * BITS[weight.numbers] // 8  # bytes
     rows = max(TILE // row, 2)
-    return (rows, BYTES_PER_SM // TILE, 4) if rows * row <= TILE and block_k <= LONG else (rows, 2, 8)
+    is_small = rows * row <= TILE and block_k <= LONG
+    programs = (rows, BYTES_PER_SM // TILE, 4) if is_small else (rows, 2, 8)
+    functions = _load_tile, _load_scales, _prepare, _multiply
+    return RowOperand(parts, form, *functions, len(words), weight.in_features, programs, None)
 
 
 @triton.jit
-def prepare_places(x, SIZE: tl.constexpr, GROUPS: tl.constexpr, NUMBERS: tl.constexpr, ZEROS: tl.constexpr):
-    """Return the token's vector x, [SIZE], as multiply_words wants it, and its groups' sums if there are zeros."""
+def _load_tile(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """See linear.plain.load_row_tile; [block_n, words] int32."""
+    PER_WORD: tl.constexpr = 4 if HOW.form.numbers == "int8" else 8
+    width = tl.multiple_of(in_features // PER_WORD, 4)
+    return load_rows(parts.numbers, first_row, tile, width, width, weight_rows, HOW.block_k // PER_WORD, HOW)
+
+
+@triton.jit
+def _load_scales(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Load the scales of what _load_tile loads, and its zeros if there are any, [block_n, groups] each."""
+    scales = _load_groups(
+        parts.scales, parts.scales_row, parts.scales_group, first_row, tile, in_features, weight_rows, HOW
+    )
+    if not HOW.form.has_zeros:
+        return scales
+    else:
+        zeros = _load_groups(
+            parts.zeros, parts.zeros_row, parts.zeros_group, first_row, tile, in_features, weight_rows, HOW
+        )
+        return scales, zeros
+
+
+@triton.jit
+def _load_groups(ptr, row_stride, group_stride, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Load what the groups of a tile's rows have, as it is, [block_n, groups]."""
+    GROUP: tl.constexpr = HOW.form.group
+    GROUPS: tl.constexpr = HOW.block_k // GROUP if HOW.block_k > GROUP else 1
+    n, group = tile * HOW.block_n + tl.arange(0, HOW.block_n), tl.arange(0, GROUPS)
+    mask = (n < weight_rows)[:, None]
+    if HOW.activation is not None:
+        n = gated_row(n, weight_rows)
+    of_group = tl.minimum(group, in_features // GROUP - 1) * group_stride
+    return tl.load(ptr + (first_row + n)[:, None] * row_stride + of_group[None, :], mask=mask)
+
+
+@triton.jit
+def _prepare(x, HOW: tl.constexpr):
+    """Return the token's vector as multiply_words wants it, and its groups' sums if there are zeros."""
+    NUMBERS: tl.constexpr = HOW.form.numbers
+    SIZE: tl.constexpr = HOW.block_k
+    GROUPS: tl.constexpr = SIZE // HOW.form.group if HOW.form.group < SIZE else 1
     wide = x.to(tl.float32)
-    sums = tl.sum(tl.reshape(wide, [GROUPS, SIZE // GROUPS]), axis=1) if ZEROS else 0.0
+    sums = tl.sum(tl.reshape(wide, [GROUPS, SIZE // GROUPS]), axis=1) if HOW.form.has_zeros else 0.0
     return split_places(wide, SIZE, NUMBERS), sums
 
 
 @triton.jit
-def load_of_groups(
-    ptr,
-    row_stride,
-    group_stride,
-    tile,
-    groups,
-    weight_rows,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Load the scales, or the zeros, of what one_row.load_tile loads, as they are, [BLOCK_N, GROUPS]."""
-    n, group = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, GROUPS)
-    mask = (n < weight_rows)[:, None]
-    if GATED:
-        n = gated_row(n, weight_rows)
-    of_group = tl.minimum(group, groups - 1) * group_stride
-    return tl.load(ptr + n.to(tl.int64)[:, None] * row_stride + of_group[None, :], mask=mask)
+def _multiply(parts, tile, vector, scales, first_row, index, weight_rows, HOW: tl.constexpr):
+    NUMBERS: tl.constexpr = HOW.form.numbers
+    GROUP: tl.constexpr = HOW.form.group
+    GROUPS: tl.constexpr = HOW.block_k // GROUP if HOW.block_k > GROUP else 1
+    HALVES: tl.constexpr = (8 if NUMBERS == "int8" else 16) == GROUP
+    places, sums = vector
+    if HOW.form.has_zeros:
+        scales, zeros = scales
+    else:
+        zeros = None
+    dots = multiply_words(tile, places, sums, scales, zeros, NUMBERS, HOW.block_n, GROUPS, HALVES, HOW.form.native)
+    if parts.factors is not None:
+        dots *= load_of_rows(parts.factors, first_row, index, weight_rows, HOW)
+    return dots
 
 
 @triton.jit
@@ -78,7 +153,7 @@ def multiply_words(
 ):
     """Return the products of a tile's rows with a token's vector, [BLOCK_N] float32, but for the rows' factors.
 
-    tile: [BLOCK_N, words] int32; places, sums: from prepare_places; scales, zeros: from load_of_groups
+    tile: [BLOCK_N, words] int32; places, sums: from _prepare; scales, zeros: from _load_groups
     HALVES: the halves of a block are different groups
     """
     WORDS: tl.constexpr = tile.shape[1]
