@@ -1,6 +1,7 @@
 """A format that only this file knows multiplies with any number of tokens, dense, with experts and in order.
 
-It has six bits: four in one tensor and two in another. That takes a tuple of what the kernel reads, and a JIT function.
+It has six bits: four in one tensor and two in another. That takes a tuple of what the kernels read, a JIT function for
+tiles of tokens, and two for a single token, which otherwise would be a tile, too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor
 from nanoinfer.kernels.experts.products import choices_in_a_tile, expert_mlps_reference
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
-from nanoinfer.kernels.linear.operand import Operand
-from nanoinfer.kernels.linear.plain import add_product
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gated_row
+from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.operand import Operand, RowOperand
+from nanoinfer.kernels.linear.plain import add_product, load_of_rows
 from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, multiply_tiles
+from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sorting import group_triton
 
 CUTS = [Cut(16, 64, 32), Cut(64, 64, 64), Cut(128, 32, 32, warps=8), Cut(32, 64, 32, used=48)]
@@ -55,10 +58,16 @@ class SixBits(NamedTuple):
 
     def operand(self) -> Operand:
         *_, rows, halves = self.lows.shape
-        return Operand(self.lows, Parts(self.highs, self.scales), None, add_products, rows, 2 * halves, apart=False)
+        return Operand(self.lows, self, None, add_products, rows, 2 * halves, apart=False)
+
+    def row_operand(self) -> RowOperand:
+        parts, (*_, rows, halves) = RowParts(*self), self.lows.shape
+        functions = load, load_scales, prepare, multiply_row
+        return RowOperand(parts, None, *functions, rows, 2 * halves, (8, 2, 4), None)
 
 
-class Parts(NamedTuple):
+class RowParts(NamedTuple):
+    numbers: Tensor
     highs: Tensor
     scales: Tensor
 
@@ -84,6 +93,32 @@ def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     return acc, acc
 
 
+@triton.jit
+def load(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Load the numbers of a tile's rows: see linear.plain.load_row_tile."""
+    n, k = tile.to(tl.int64) * HOW.block_n + tl.arange(0, HOW.block_n), tl.arange(0, HOW.block_k)[None, :]
+    mask = (n < weight_rows)[:, None] & (k < in_features)
+    row = first_row + (gated_row(n, weight_rows) if HOW.activation is not None else n)[:, None]
+    low = tl.load(parts.numbers + row * (in_features // 2) + k // 2, mask=mask, other=0).to(tl.int32)
+    high = tl.load(parts.highs + row * (in_features // 4) + k // 4, mask=mask, other=0).to(tl.int32)
+    return (low >> k % 2 * 4 & 15) + (high >> k % 4 * 2 & 3) * 16 - 32
+
+
+@triton.jit
+def load_scales(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    return load_of_rows(parts.scales, first_row, tile, weight_rows, HOW)
+
+
+@triton.jit
+def prepare(x, HOW: tl.constexpr):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def multiply_row(parts, tile, x, scales, first_row, index, weight_rows, HOW: tl.constexpr):
+    return tl.sum(tile.to(tl.float32) * x[None, :], axis=1) * scales
+
+
 def multiply(x: Tensor, weight: SixBits, cut: Cut, behind: Behind, activation: Activation | None = None) -> Tensor:
     rows = weight.lows.shape[0] // (2 if activation else 1)
     dtype = x.dtype if cut.pieces == 1 else torch.float32
@@ -101,6 +136,21 @@ def test_a_dense_weight(tokens: int, cut: Cut) -> None:
     if cut.used is None:
         gated = gate_mul_reference(expected, "silu")
         assert_close(multiply(x, weight, cut, Behind(bias=bias), "silu"), gated)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_one_row(activation: Activation | None) -> None:
+    """With a bias, and with the sum and the norm before."""
+    (weight, matrix), x, bias = SixBits.of(100, 136), randn(1, 136, dtype=SHORT), randn(100, dtype=SHORT)
+    norm = Norm(torch.rand(136, device=DEVICE).to(SHORT), 1e-6)
+
+    def expected(x: Tensor) -> Tensor:
+        out = F.linear(x.double(), matrix, bias.double())
+        return gate_mul_reference(out, activation) if activation else out
+
+    assert_close(one_row_linear(x, weight.row_operand(), bias, activation), expected(x))
+    out, total = one_row_norm_linear(x, x, norm, weight.row_operand(), bias, activation)
+    assert_close(out, expected(rms_norm_reference(total, norm)))
 
 
 def test_pieces_add_up_to_the_product() -> None:

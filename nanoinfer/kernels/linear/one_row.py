@@ -41,7 +41,7 @@ from nanoinfer.kernels.linear.plain import load_of_rows, plain_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
-OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
+OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight | RowOperand
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
 SHORT_ROW = 2048  # numbers of 16 bits: up to here, half as many warps wait less for each other (measured on an H200)
@@ -172,6 +172,8 @@ def _launch(
 
 def row_operand(weight: OneRowWeight) -> RowOperand:
     """Return the operand of a weight, or of experts' weights."""
+    if isinstance(weight, RowOperand):
+        return weight
     if isinstance(weight, GroupWeight):
         return group_row(weight)
     return fp8_row(weight) if isinstance(weight, Fp8Weight) else plain_row(weight)
