@@ -435,13 +435,17 @@ def of_group_experts() -> Iterator[Launch]:
 
 
 def of_attention() -> Iterator[Launch]:
-    for head_dim, cache, rows in product(HEADS, (BF16, FP8), (1, 200)):
-        if rows == 200 or head_dim == 128 or (rows, cache) == (1, BF16):
-            call = partial(decode, head_dim, rows, cache, None, False)
-            named = MAKES_WAY if rows == 1 and head_dim <= 256 else f"decode of {rows}"
-            yield Launch(f"{named}, {head_dim=}, {cache=}", call)
+    of_rows = (
+        *product((64, 128, 256), (BF16,), (1,)),
+        (128, FP8, 1),
+        (128, BF16, 200),
+        *product((256, 512), (FP8,), (200,)),
+    )
+    for head_dim, cache, rows in of_rows:
+        call = partial(decode, head_dim, rows, cache, None, False)
+        yield Launch(f"{MAKES_WAY if rows == 1 else 'decode of 200'}, {head_dim=}, {cache=}", call)
     for head_dim, cache in product(HEADS, (BF16, FP8)):
-        if head_dim in (128, 512) or cache == FP8:
+        if head_dim in (128, 512) or (head_dim, cache) == (256, FP8):
             call = partial(prefill, head_dim, 1000, cache, None, False)
             yield Launch(f"prefill, {head_dim=}, {cache=}", call, often_if((head_dim, cache) == (512, BF16)))
     for head_dim, cache in (*product((64, 128, 256, 512), (FP8,)), (256, BF16)):
