@@ -73,7 +73,7 @@ class RowParts(NamedTuple):
 
 
 @triton.jit
-def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+def add_products(x_ptr, lows_ptr, product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     """Return the products of a tile: see linear.plain.add_products."""
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
@@ -83,9 +83,9 @@ def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     for start in range(tile.begin, tile.stop, HOW.block_k):
         place = (start + k)[None, :]
         inside, has_row = place < in_features, tile.has_row[:, None]
-        x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features + place
+        x_ptrs = x_ptr + tile.sources.to(tl.int64)[:, None] * in_features + place
         x = tl.load(x_ptrs, mask=tile.exists[:, None] & inside, other=0.0)
-        low = tl.load(product.numbers + row * (in_features // 2) + place // 2, mask=has_row & inside, other=0)
+        low = tl.load(lows_ptr + row * (in_features // 2) + place // 2, mask=has_row & inside, other=0)
         high = tl.load(parts.highs + row * (in_features // 4) + place // 4, mask=has_row & inside, other=0)
         low, high = low.to(tl.int32) >> place % 2 * 4 & 15, high.to(tl.int32) >> place % 4 * 2 & 3
         acc = add_product(acc, x, (low + high * 16 - 32).to(x.dtype), False)

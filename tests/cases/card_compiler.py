@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 USED = re.compile(r"Used (\d+) registers")
 SPILLED = re.compile(r"(\d+) bytes spill stores")
@@ -115,6 +116,8 @@ class Compiler:
 
         def compile_kernel(self: JITFunction, *args: Any, grid: object, **options: Any) -> object:
             assert "enable_fp_fusion" in options, "each launch says it: Triton's default changes"
+            in_tuples = [part for arg in args if isinstance(arg, tuple) for part in arg]
+            assert not any(isinstance(part, TensorDescriptor) for part in in_tuples), "no launcher takes these"
             pointers = [MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
             with contextlib.redirect_stdout(io.StringIO()) as log:
                 kernel = run(self, *pointers, grid=grid, **{**options, "warmup": True})

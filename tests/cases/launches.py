@@ -52,6 +52,7 @@ from nanoinfer.kernels.linear.in_order import (
 )
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
 from nanoinfer.kernels.sampling.draw import MaskedLines, draw_masked_triton, draw_triton
 
@@ -155,6 +156,15 @@ def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: tor
         linear(x, weight, may_split=True)
     else:
         norm_linear(x, empty(tokens, inputs, dtype=dtype), norm_of(inputs, dtype), weight, activation=activation)
+
+
+def multiply_lane(weigh: Callable[..., AnyWeight]) -> None:
+    """Add up what two ranks have, and multiply."""
+    rows, inputs = 6144, 2048
+    x, norm = empty(1, inputs, dtype=BF16), norm_of(inputs, BF16)
+    addresses = empty(2, dtype=torch.int64)
+    lane = VectorLane(addresses, addresses, 0, numbers(1))
+    norm_linear(x, x, norm, weigh(BF16, rows, inputs), lane=lane)
 
 
 def multiply_few_outputs(tokens: int, inputs: int) -> None:
@@ -361,6 +371,7 @@ def of_products() -> Iterator[Launch]:
                 often = "always"
             call = partial(multiply, weigh, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    yield Launch("plain, qkv of a row of two ranks", partial(multiply_lane, plain), "often")
     yield Launch("plain, gates and ups of 4096 in float16", partial(multiply, plain, "gates and ups", 4096, FP16))
     for tokens, inputs in ((144, 4096), (192, 12288), (256, 12288)):
         yield Launch(f"few outputs of {inputs}, {tokens} tokens", partial(multiply_few_outputs, tokens, inputs))

@@ -67,7 +67,7 @@ def group_operand_and_cut(weight: GroupWeight, x: Tensor, block_m: int) -> tuple
 
 
 @triton.jit
-def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     """Return the products of a tile: see linear.plain.add_products."""
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
@@ -83,7 +83,7 @@ def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     wait_for_predecessor(EARLY)
     k = tl.arange(0, K)
     groups = in_features // GROUP
-    x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features
+    x_ptrs = x_ptr + tile.sources.to(tl.int64)[:, None] * in_features
     acc = tl.zeros([N, M], tl.float32)
     scales = _load_groups(parts.scales, row, has_row, 0, groups, COUNT, PAIRED)
     zeros = None
@@ -92,7 +92,7 @@ def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     for start in range(0, in_features, K):
         x_mask = tile.exists[:, None] if EVEN else tile.exists[:, None] & (k < in_features - start)[None, :]
         x = tl.load(x_ptrs + (start + k)[None, :], mask=x_mask, other=0.0)
-        words = _load_words(product.numbers, row, has_row, start, parts.quads, NUMBERS, EVEN, K)
+        words = _load_words(words_ptr, row, has_row, start, parts.quads, NUMBERS, EVEN, K)
         # Only words come by copies for which no thread waits. So a block's scales are loaded a block before.
         first = (start + K) // GROUP
         next_scales = _load_groups(parts.scales, row, has_row, first, groups, COUNT, PAIRED)

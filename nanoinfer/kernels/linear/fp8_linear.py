@@ -224,7 +224,7 @@ def fp8_operand(weight: Fp8Weight, rows: int | None = None, copies: bool = False
 
 
 @triton.jit
-def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+def _add_products(x_source, numbers, product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     """Return the products of a tile: see linear.plain.add_products."""
     GATED: tl.constexpr = HOW.activation is not None
     M: tl.constexpr = HOW.block_m
@@ -244,12 +244,12 @@ def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     k = tl.arange(0, BLOCK)[None, :]
     for start in range(tile.begin, tile.stop, BLOCK):
         if FORM.copies:
-            x = product.x.load([tile.first, start])
-            weight = product.numbers.load([tile.first_row, start])
+            x = x_source.load([tile.first, start])
+            weight = numbers.load([tile.first_row, start])
         else:
-            x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features + (start + k)
+            x_ptrs = x_source + tile.sources.to(tl.int64)[:, None] * in_features + (start + k)
             x = tl.load(x_ptrs, mask=tile.exists[:, None], other=0.0)
-            ptrs = product.numbers + tile.rows[:, None] * in_features + (start + k)
+            ptrs = numbers + tile.rows[:, None] * in_features + (start + k)
             weight = load_block(ptrs, tile.has_row, None, HOW.full, True)
         x_scale = tl.load(product.x_scales + start // BLOCK * room + tile.sources, mask=tile.exists, other=0.0)
         if FORM.one_scale:

@@ -26,13 +26,14 @@ def plain_operand(weight: Tensor) -> Operand:
 
 
 @triton.jit
-def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+def add_products(x_source, numbers, product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     """Return the products of a tile, and, with an activation, those of the ups, if they are apart from the gates.
 
     A format has such a function, which waits for the predecessor before it reads x. The products are float32,
     [vectors, rows] if parts are apart and there are 64 vectors or more, else [rows, vectors]. If parts are apart, the
     ups are product.rows behind the gates.
-    product: a tiles.Product; tile: a tiles.Tile; room: of the scales of x, in vectors; HOW: a tiles.How
+    x_source, numbers: the vectors and the weight's, or descriptors of them; product: a tiles.Product
+    tile: a tiles.Tile; room: of the scales of x, in vectors; HOW: a tiles.How
     """
     GATED: tl.constexpr = HOW.activation is not None
     M: tl.constexpr = HOW.block_m
@@ -40,10 +41,10 @@ def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     in_features = product.in_features
     to_ups = tl.full([], product.rows, tl.int64) * in_features
     if HOW.fetched > 0:
-        COUNT: tl.constexpr = HOW.fetched * LINE_BITS // product.numbers.dtype.element_ty.primitive_bitwidth
-        fetch_rows(product.numbers, tile.rows, tile.end_row, in_features, tile.begin, COUNT, EARLY)
+        COUNT: tl.constexpr = HOW.fetched * LINE_BITS // numbers.dtype.element_ty.primitive_bitwidth
+        fetch_rows(numbers, tile.rows, tile.end_row, in_features, tile.begin, COUNT, EARLY)
         if GATED:
-            fetch_rows(product.numbers + to_ups, tile.rows, tile.end_row, in_features, tile.begin, COUNT, EARLY)
+            fetch_rows(numbers + to_ups, tile.rows, tile.end_row, in_features, tile.begin, COUNT, EARLY)
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
@@ -51,8 +52,8 @@ def add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     acc = tl.zeros([M, N] if TOKENS_LEFT else [N, M], tl.float32)
     up_acc = tl.zeros([M, N] if TOKENS_LEFT else [N, M], tl.float32)
     k = tl.arange(0, HOW.block_k)
-    x_ptrs = product.x + tile.sources.to(tl.int64)[:, None] * in_features + k[None, :]
-    ptrs = product.numbers + tile.rows[:, None] * in_features + k[None, :]
+    x_ptrs = x_source + tile.sources.to(tl.int64)[:, None] * in_features + k[None, :]
+    ptrs = numbers + tile.rows[:, None] * in_features + k[None, :]
     for start in range(tile.begin, tile.stop, HOW.block_k):
         inside = k < in_features - start
         x = load_block(x_ptrs + start, tile.exists, inside, False, HOW.whole)

@@ -93,26 +93,17 @@ def multiply_tiles(
     x_scales: [in_features / 128, room] of x in FP8
     fused: a product and a sum may be rounded once together, which tiles of one size alone might do
     """
-    gated, out_features = activation is not None, out.shape[-1]
-    assert cut.pieces == 1 or not gated  # the activation needs the whole sum
-    rows, used = out_features if operand.apart else operand.rows, cut.used or cut.block_n
+    assert cut.pieces == 1 or activation is None  # the activation needs the whole sum
+    assert chosen is not None or not cut.persistent
+    rows, used = out.shape[-1] if operand.apart else operand.rows, cut.used or cut.block_n
     tokens = out.shape[-2] if chosen is None else len(chosen.groups.choices) // chosen.used
     items = triton.cdiv(rows, used) * (triton.cdiv(tokens, cut.block_m) if chosen is None else len(chosen.groups.tiles))
     programs = min(items, num_multiprocessors(out.device)) if cut.persistent else items
     share = triton.cdiv(triton.cdiv(operand.in_features, cut.block_k), cut.pieces) * cut.block_k
     _tiles_kernel[(programs, cut.pieces)](
-        Product(
-            x,
-            x_scales,
-            operand.numbers,
-            operand.parts,
-            behind,
-            chosen and chosen.groups,
-            out,
-            rows,
-            operand.in_features,
-            share,
-        ),
+        x,
+        operand.numbers,
+        Product(x_scales, operand.parts, behind, chosen and chosen.groups, out, rows, operand.in_features, share),
         tokens,
         1 if x_scales is None else x_scales.shape[1],
         items,
@@ -144,11 +135,12 @@ def stages_that_fit(most: int, bytes_of_stage: int, device: torch.device, togeth
 
 
 class Product(NamedTuple):
-    """What a launch multiplies: see multiply_tiles, and Operand. share: the inputs of a piece"""
+    """What a launch multiplies, beside the vectors and the weight's numbers: see multiply_tiles, and Operand.
 
-    x: Any
+    Those may be tensor descriptors, which Triton takes from no tuple. share: the inputs of a piece
+    """
+
     x_scales: Any
-    numbers: Any
     parts: Any
     behind: Any
     groups: Any
@@ -203,7 +195,9 @@ class Tile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["tokens", "room", "items"])
-def _tiles_kernel(product, tokens, room, items, ADD_PRODUCTS: tl.constexpr, HOW: tl.constexpr, EARLY: tl.constexpr):
+def _tiles_kernel(
+    x, numbers, product, tokens, room, items, ADD_PRODUCTS: tl.constexpr, HOW: tl.constexpr, EARLY: tl.constexpr
+):
     rows, groups, expert = product.rows, product.groups, tl.full([], 0, tl.int64)
     if HOW.experts == 0:
         # Programs that run side by side share what they read.
@@ -215,7 +209,20 @@ def _tiles_kernel(product, tokens, room, items, ADD_PRODUCTS: tl.constexpr, HOW:
         first_row = program % per_group // group_tiles * HOW.used
         sources, end_row = first + tl.arange(0, HOW.block_m), tl.minimum(first_row + HOW.used, rows)
         _multiply_tile(
-            product, tokens, room, expert, first, tokens, sources, first_row, end_row, ADD_PRODUCTS, HOW, EARLY
+            x,
+            numbers,
+            product,
+            tokens,
+            room,
+            expert,
+            first,
+            tokens,
+            sources,
+            first_row,
+            end_row,
+            ADD_PRODUCTS,
+            HOW,
+            EARLY,
         )
     else:
         wait_for_predecessor(EARLY)
@@ -228,12 +235,27 @@ def _tiles_kernel(product, tokens, room, items, ADD_PRODUCTS: tl.constexpr, HOW:
                 if HOW.activation is not None:
                     sources = tl.load(groups.choices + sources, mask=sources < end, other=0) // HOW.experts
                 _multiply_tile(
-                    product, tokens, room, expert, first, end, sources, first_row, rows, ADD_PRODUCTS, HOW, False
+                    x,
+                    numbers,
+                    product,
+                    tokens,
+                    room,
+                    expert,
+                    first,
+                    end,
+                    sources,
+                    first_row,
+                    rows,
+                    ADD_PRODUCTS,
+                    HOW,
+                    False,
                 )
 
 
 @triton.jit
 def _multiply_tile(
+    x,
+    numbers,
     product,
     tokens,
     room,
@@ -272,7 +294,7 @@ def _multiply_tile(
         if GATED and HOW.apart:
             up_bias = tl.load(behind.bias + n + rows, mask=in_first, other=0.0).to(tl.float32)
     tile = Tile(sources, exists, first, end, n, has_row, first_row, end_row, begin, stop)
-    acc, up_acc = ADD_PRODUCTS(product, tile, room, HOW, EARLY)
+    acc, up_acc = ADD_PRODUCTS(x, numbers, product, tile, room, HOW, EARLY)
 
     target, choice = position, None
     if HOW.experts > 0:

@@ -152,7 +152,7 @@ def group_operand(weight: GroupWeight, x: Tensor, step: int) -> Operand:
 
 
 @triton.jit
-def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
+def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     """Return the products of a tile: see linear.plain.add_products."""
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
@@ -164,9 +164,9 @@ def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     K: tl.constexpr = HOW.block_k
     WORDS: tl.constexpr = K // PER_WORD
     COLUMNS: tl.constexpr = 1 if FORM.scales_first else FORM.groups  # of the product, for each token
-    DTYPE: tl.constexpr = product.x.dtype.element_ty
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n = tl.minimum(tile.rows, rows - 1)[:, None]
-    row_ptrs = product.numbers + n * parts.row_words
+    row_ptrs = words_ptr + n * parts.row_words
     if HOW.fetched > 0:
         line = tile.begin // PER_WORD + tl.arange(0, HOW.fetched) * LINE
         fetch(row_ptrs + tl.minimum(line, parts.row_words - 1)[None, :], EARLY)
@@ -184,7 +184,7 @@ def _add_products(product, tile, room, HOW: tl.constexpr, EARLY: tl.constexpr):
     x_mask = (m < tile.end)[:, None]
     if COLUMNS > 1:
         x_mask = x_mask & (k[None, :] // GROUP == (column % COLUMNS)[:, None])
-    x_ptrs = product.x + m.to(tl.int64)[:, None] * in_features + k[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
     acc = tl.zeros([N, M], tl.float32)
     for start in range(tile.begin, tile.stop, K):
         first_word = start // PER_WORD
