@@ -11,7 +11,14 @@ from torch import Tensor
 from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
-from nanoinfer.kernels.attention.scores import combine_partials, explicit_attention, in_log2, load_sinks, scores_in_log2
+from nanoinfer.kernels.attention.scores import (
+    combine_partials,
+    explicit_attention,
+    first_numbers,
+    in_log2,
+    load_sinks,
+    scores_in_log2,
+)
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import launch_options, load_complete, start_successor, wait_for_predecessor
@@ -264,9 +271,7 @@ def _paged_decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
-            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-            first = key[:, None] + kv_head * HEAD_DIM
+            first = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
             seen = start + n < context_len
             if WINDOW > 0:
                 seen &= start + n >= first_key

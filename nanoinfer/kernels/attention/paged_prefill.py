@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
+from nanoinfer.kernels.attention.scores import attend_to_tile, explicit_attention, first_numbers, in_log2, load_sinks
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import RESERVED_BYTES, shared_memory
 
@@ -316,28 +316,16 @@ def _paged_prefill_kernel(
             part_end = full if part == 0 else full_end if part == 1 else end
             for start in range(part_begin, part_end, BLOCK_N):
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
-                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-                key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-                key = key[:, None] + (first_head // GROUP) * HEAD_DIM
-                k_mask, v_mask = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :]
+                key = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
+                k_mask, v_mask, seen = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :], None
                 if part != 1:
                     is_there = ((start + n >= first_key) & (start + n < context_len))[:, None]
                     k_mask, v_mask = k_mask & is_there, v_mask & is_there
-                k = tl.load(k_cache_ptr + key + d[None, :], mask=k_mask, other=0.0).to(q.dtype)
-                scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
-                if part != 1:
                     seen = (start + n)[None, :] <= last[:, None]
                     if WINDOW > 0:
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
-                    # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
-                    scores = tl.where(seen, scores, -1e30)
-                new_top = tl.maximum(top, tl.max(scores, axis=1))
-                weights = tl.exp2(scores - new_top[:, None])
-                rescale = tl.exp2(top - new_top)
-                total = total * rescale + tl.sum(weights, axis=1)
-                v = tl.load(v_cache_ptr + key + own_d[None, :], mask=v_mask, other=0.0).to(q.dtype)
-                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                top = new_top
+                k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + key + own_d[None, :]
+                acc, total, top = attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, factor, CAP, acc, total, top)
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
         out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + own_d[None, :]

@@ -74,6 +74,35 @@ def scores_in_log2(products, factor, CAP: tl.constexpr):
 
 
 @triton.jit
+def first_numbers(table, start, n, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return where the keys start + n of a row begin in the cache, for a KV head, int64; they lie in one block."""
+    block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+    return (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+
+
+@triton.jit
+def attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, factor, CAP: tl.constexpr, acc, total, top):
+    """Go on with the softmax of some queries over a tile of keys (Milakov and Gimelshein, 2018).
+
+    seen: [queries, keys], what each query sees; None: all
+    acc, total, top: the weighted sum of the values, [queries, numbers], the sum of the weights, and the largest score
+    Returns these with the tile's. A query that sees no key of a tile gives each the weight 1; its first seen key makes
+    `rescale` 0.
+    """
+    k = tl.load(k_ptrs, mask=k_mask, other=0.0).to(q.dtype)
+    scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    rescale = tl.exp2(top - new_top)
+    total = total * rescale + tl.sum(weights, axis=1)
+    v = tl.load(v_ptrs, mask=v_mask, other=0.0).to(q.dtype)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return acc, total, new_top
+
+
+@triton.jit
 def load_sinks(sinks_ptr, head, mask):
     """Load heads' sinks times log2(e), as float32; where the mask is False, the score of a key that nobody sees."""
     return tl.maximum(tl.load(sinks_ptr + head, mask=mask, other=-1e30) * LOG2_E, -1e30)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
-from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
+from nanoinfer.kernels.attention.scores import attend_to_tile, first_numbers, in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 
@@ -150,18 +150,10 @@ def _prefix_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for start in range(start_token, end_token, TILE):
-                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-                key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-                offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
-                k = tl.load(k_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
-                scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
-                new_top = tl.maximum(top, tl.max(scores, axis=1))
-                weights = tl.exp2(scores - new_top[:, None])
-                rescale = tl.exp2(top - new_top)
-                total = total * rescale + tl.sum(weights, axis=1)
-                v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
-                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                top = new_top
+                key = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+                offsets = key[:, None] + d[None, :]
+                k_ptrs, v_ptrs = k_cache_ptr + offsets, v_cache_ptr + offsets
+                acc, total, top = attend_to_tile(q, k_ptrs, has_d, v_ptrs, has_d, None, factor, CAP, acc, total, top)
             if IN_FP8:
                 acc *= tl.load(kv_scales_ptr + 1)
             place = (part * rows + row) * (KV_HEADS * GROUP) + head
