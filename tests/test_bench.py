@@ -222,7 +222,7 @@ def test_there_are_as_many_rows_as_the_plan_of_the_memory_says(tiny: LLM) -> Non
         assert bench.limits_of(llm).rows == rows
 
 
-class Shape:
+class WeightShape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
     num_heads, output_gate, experts = 4, False, None
     mixers = attention_windows = (None, None)
@@ -239,7 +239,7 @@ KV_BYTES = 2 * 2 * 8 * 2  # of a token: two layers, keys and values, two heads o
 AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 
 
-class Sparse(Shape):
+class Sparse(WeightShape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
     experts = Experts((True, False), count=4, size=6, routing=Routing(used=1), shared_size=5)
@@ -254,7 +254,9 @@ def with_fp8(model: type) -> type:
     return type("InFp8", (model,), {"formats": all_in(Fp8Format())})
 
 
-def floor_of(work: bench.Workload, limits: bench.Limits = AMPLE, model: type = Shape, **sizes: int) -> bench.Floor:
+def floor_of(
+    work: bench.Workload, limits: bench.Limits = AMPLE, model: type = WeightShape, **sizes: int
+) -> bench.Floor:
     return bench.Floor.of(work, model, limits, itemsize=2, **sizes)
 
 
@@ -277,12 +279,12 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(1e6, math.inf, 4) == pytest.approx(bytes_of(floor) / 1e6 / 4)
     in_layers = 2 * 2 * LAYER * (3 + 2)
     in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
-    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=with_fp8(Shape))
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=with_fp8(WeightShape))
     assert floor.seconds(math.inf, 2e6, 1, {Fp8Format(): 3e6}) == pytest.approx(in_fp8)
 
 
 def test_the_floor_of_texts_that_are_read_has_no_logits_and_no_step_behind_their_prompts() -> None:
-    reader = type("Reader", (Shape,), {"generates": False, "attention_windows": (None, 2)})
+    reader = type("Reader", (WeightShape,), {"generates": False, "attention_windows": (None, 2)})
     floor = floor_of(bench.Workload([[1, 2, 3], [4, 5]], [0, 0]), model=reader)
     assert floor.decode_steps == 0
     assert bytes_of(floor) == 2 * LAYER * 2
@@ -293,7 +295,7 @@ def test_the_floor_of_texts_that_are_read_has_no_logits_and_no_step_behind_their
 def test_the_floor_counts_the_bytes_of_a_smaller_cache_and_of_smaller_matrices() -> None:
     work = bench.Workload([[1, 2, 3]], [3])
     assert bytes_of(floor_of(work, cache_itemsize=1)) == 3 * MATRICES * 2 + (4 + 5) * KV_BYTES / 2
-    assert bytes_of(floor_of(work, model=with_fp8(Shape))) == 3 * (2 * LAYER + 2 * HEAD) + (4 + 5) * KV_BYTES
+    assert bytes_of(floor_of(work, model=with_fp8(WeightShape))) == 3 * (2 * LAYER + 2 * HEAD) + (4 + 5) * KV_BYTES
     sparse = floor_of(work, model=with_fp8(Sparse))  # a router is no smaller than the head
     reads = 4 * EXPERT * ((1 - 0.75**3) + 2 * (1 - 0.75))
     assert bytes_of(sparse) == pytest.approx(3 * (EVERY + 2 * ROUTER + 2 * HEAD) + reads + (4 + 5) * KV_BYTES)
@@ -322,7 +324,7 @@ def test_each_steps_own_rows_decide_whether_it_reads_or_multiplies_longer() -> N
 
 def test_matrices_in_fp8_are_read_in_one_byte_and_multiplied_at_their_own_rate() -> None:
     """At 6,000 operations a second, a matrix in one byte takes as long for 3 rows; the head, in two bytes, for 4."""
-    floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), model=with_fp8(Shape))
+    floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), model=with_fp8(WeightShape))
     step = 2 * 2 * LAYER * 4 / 6000 + HEAD * 2 / 1000
     expected = 2 * step + 4 * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
     assert floor.seconds(1000, 4000, 1, {Fp8Format(): 6000}) == pytest.approx(expected)
@@ -478,7 +480,7 @@ def test_a_prefix_that_nobody_shares_saves_nothing() -> None:
 def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
     """One of two layers sees 3 tokens. A prompt of 4 tokens gets 3: decode has contexts of 5 and 6 tokens."""
 
-    class Windowed(Shape):
+    class Windowed(WeightShape):
         attention_windows = (None, 3)
 
     floor = floor_of(bench.Workload([[1, 2, 3, 4]], [3]), model=Windowed)
@@ -503,7 +505,7 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
-class Mixed(Shape):
+class Mixed(WeightShape):
     """The second layer has one head of eight, whose values are its keys, and an MLP twice as wide."""
 
     attending = (KVHeads(2, 4), KVHeads(1, 8, values_are_keys=True))
@@ -521,7 +523,7 @@ def test_the_floor_counts_what_each_layer_has() -> None:
     assert operations_of(floor) == 2 * layers * 3 + 2 * HEAD + 2 * (16 + 32) * 9 + 2 * 2 * (layers + HEAD)
 
 
-class Recurrent(Shape):
+class Recurrent(WeightShape):
     """One of two layers attends, with an output gate; the other has two heads of three values and five keys."""
 
     mixers = (GatedDelta(key_heads=1, value_heads=2, key_dim=5, value_dim=3, width=4), None)

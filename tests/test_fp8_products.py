@@ -34,10 +34,10 @@ from nanoinfer.kernels.linear.activation import (
     gate_mul_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8, find_cut, fp8_linear_triton
+from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8, find_config, fp8_linear_triton
 from nanoinfer.kernels.linear.in_order import InOrderWeight, fp8_in_order
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.order import Shape
+from nanoinfer.kernels.linear.order import WeightShape
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
 # The interpreter has no products of bfloat16. On a GPU, results are rounded to it up to four times.
@@ -149,12 +149,12 @@ class TestProducts:
         weight, matrix = make_weight(rows, columns, block)
         x = quantize_reference(torch.randn(tokens, columns, device=DEVICE).to(DTYPE))
         bias = torch.randn(rows, device=DEVICE).to(DTYPE) if with_bias else None
-        cut = find_cut(x, weight, may_split)
-        assert cut is not None
-        assert (cut.pieces > 1) == may_split
-        out = fp8_linear_triton(x, weight, cut, bias, copies)
-        assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + (tokens, rows)
-        assert_near(out.sum(0) if cut.pieces > 1 else out, expected(dequantized(x), matrix, bias, None))
+        config = find_config(x, weight, may_split)
+        assert config is not None
+        assert (config.pieces > 1) == may_split
+        out = fp8_linear_triton(x, weight, config, bias, copies)
+        assert out.shape == (() if config.pieces == 1 else (config.pieces,)) + (tokens, rows)
+        assert_near(out.sum(0) if config.pieces > 1 else out, expected(dequantized(x), matrix, bias, None))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -170,9 +170,9 @@ def test_rows_that_fill_no_tile(tokens: int, copies: bool) -> None:
     weight, matrix = make_weight(200, 512, (8, 128))
     x = torch.randn(tokens, 512, device=DEVICE).to(DTYPE)
     rounded = quantize(x)
-    cut = find_cut(rounded, weight, False)
-    assert cut is not None
-    out = fp8_linear_triton(rounded, weight, cut, copies=copies)
+    config = find_config(rounded, weight, False)
+    assert config is not None
+    out = fp8_linear_triton(rounded, weight, config, copies=copies)
     assert_near(out, expected(dequantized(rounded), matrix, None, None))
 
 
@@ -329,7 +329,7 @@ class TestInOrder:
     @pytest.mark.parametrize("used", [1, 8])
     @pytest.mark.parametrize("block", [(128, 128), (1, 2048), (256, 256)], ids=str)
     def test_experts_pass_the_check(self, block: tuple[int, int], used: int) -> None:
-        gate_up, down = Shape(2 * 768, 2048, block), Shape(2048, 768, (block[0], min(block[1], 768)))
+        gate_up, down = WeightShape(2 * 768, 2048, block), WeightShape(2048, 768, (block[0], min(block[1], 768)))
         check_order.__wrapped__(gate_up, down, used, "silu", DTYPE, torch.device(DEVICE))
 
     @pytest.mark.gpu

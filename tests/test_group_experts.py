@@ -23,7 +23,7 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.groups import scales
-from nanoinfer.kernels.linear.order import Grouping, Shape
+from nanoinfer.kernels.linear.order import Grouping, WeightShape
 
 MXFP4 = Grouping("e2m1", 32, torch.uint8, has_zeros=False, has_factors=False)
 NVFP4 = Grouping("e2m1", 16, FP8, has_zeros=False, has_factors=True)
@@ -62,7 +62,7 @@ def dequantized(weights: GroupWeight) -> Tensor:
 def draw(grouping: Grouping, count: int, rows: int, columns: int) -> GroupWeight:
     """As the check of the order does, but with any zeros."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    weight = Shape(rows, columns, None, grouping).draw_experts(count, torch.float16, generator)
+    weight = WeightShape(rows, columns, None, grouping).draw_experts(count, torch.float16, generator)
     assert isinstance(weight, GroupWeight)
     if weight.zeros is None:
         return weight
@@ -180,7 +180,7 @@ class TestRealSizes:
 
     @pytest.mark.parametrize("grouping", KINDS, ids=str)
     def test_the_check_passes(self, grouping: Grouping) -> None:
-        gate_up, down = Shape(2 * 768, 2048, None, grouping), Shape(2048, 768, None, grouping)
+        gate_up, down = WeightShape(2 * 768, 2048, None, grouping), WeightShape(2048, 768, None, grouping)
         check_order.__wrapped__(gate_up, down, 8, "silu", torch.bfloat16, torch.device(DEVICE))
 
     @pytest.mark.parametrize("grouping", KINDS, ids=str)

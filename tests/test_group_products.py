@@ -18,12 +18,12 @@ from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize, dequantize_triton
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
-from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_cut, one_wave_triton
+from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_config, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.in_order import InOrderWeight, group_in_order
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.tiles import Cut
+from nanoinfer.kernels.linear.tiles import TileConfig
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 # The interpreter has no products of bfloat16. On a GPU only results are rounded to it.
@@ -125,14 +125,17 @@ class TestProducts:
         assert_near(out, expected(rms_norm_reference(total, norm), weight, None, activation), 2 * CLOSE)
 
     @pytest.mark.parametrize(
-        ("tokens", "cut"),
-        [(5, Cut(16, 64)), *whole_only([(20, Cut(32, 64)), (40, Cut(64, 64)), (70, Cut(64, 128, warps=8))])],
+        ("tokens", "config"),
+        [
+            (5, TileConfig(16, 64)),
+            *whole_only([(20, TileConfig(32, 64)), (40, TileConfig(64, 64)), (70, TileConfig(64, 128, warps=8))]),
+        ],
     )
-    def test_several_tokens(self, kind: Kind, activation: Activation | None, tokens: int, cut: Cut) -> None:
+    def test_several_tokens(self, kind: Kind, activation: Activation | None, tokens: int, config: TileConfig) -> None:
         """288 inputs end within a step, wherever a step has several groups."""
         columns = 288 if kind[1] in (16, 32) else 384
         weight, bias, x = make(kind, 200, columns), draw(200), draw(tokens, columns)
-        out = one_wave_triton(x, weight, cut, bias, activation)
+        out = one_wave_triton(x, weight, config, bias, activation)
         assert_near(out, expected(x, weight, bias, activation))
 
 
@@ -140,7 +143,7 @@ class TestProducts:
 def test_pieces_add_up_to_the_product(kind: Kind) -> None:
     """The first has the bias; five pieces of three or six steps are no equal ones."""
     weight, bias, x = make(kind, 128, 384), draw(128), draw(3, 384)
-    out = one_wave_triton(x, weight, Cut(16, 64, pieces=2), bias)
+    out = one_wave_triton(x, weight, TileConfig(16, 64, pieces=2), bias)
     assert out.dtype == torch.float32
     assert out.shape == (2, 3, 128)
     assert_near(out.sum(0), expected(x, weight, bias), 1e-6)
@@ -152,7 +155,7 @@ def test_pieces_add_up_to_the_product(kind: Kind) -> None:
 )
 def test_groups_that_are_no_power_of_two(kind: Kind, columns: int) -> None:
     weight, x = make(kind, 64, columns), draw(3, columns)
-    assert_near(one_wave_triton(x, weight, Cut(16, 64)), expected(x, weight, None))
+    assert_near(one_wave_triton(x, weight, TileConfig(16, 64)), expected(x, weight, None))
     assert_near(group_row_linear(x[:1], weight), expected(x[:1], weight, None))
 
 
@@ -166,7 +169,7 @@ def test_scales_in_fp8_are_bytes_where_triton_lacks_the_type(monkeypatch: pytest
     assert torch.equal(dequantize_triton(weight, torch.float32, 256), dequantize_reference(weight, torch.float32))
     assert_near(one_row_linear(x[:1], weight), expected(x[:1], weight, None))
     assert_near(group_row_linear(x[:1], weight), expected(x[:1], weight, None))
-    assert_near(one_wave_triton(x, weight, Cut(16, 64)), expected(x, weight, None))
+    assert_near(one_wave_triton(x, weight, TileConfig(16, 64)), expected(x, weight, None))
 
 
 class TestChoices:
@@ -186,9 +189,9 @@ class TestChoices:
     @pytest.mark.parametrize("may_split", [False, True])
     def test_a_cut_has_whole_pieces(self, tokens: int, may_split: bool) -> None:
         weight = make(KINDS[0], 64, 6144)
-        cut = find_cut(draw(tokens, 6144), weight, may_split)
-        assert cut.pieces == 1 or may_split
-        assert 48 % cut.pieces == 0
+        config = find_config(draw(tokens, 6144), weight, may_split)
+        assert config.pieces == 1 or may_split
+        assert 48 % config.pieces == 0
 
 
 @of_kinds

@@ -23,19 +23,19 @@ from nanoinfer.kernels.groups import dequantize_reference
 from nanoinfer.kernels.linear import in_order
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.in_order import (
-    CUTS,
+    CONFIGS,
     FEW,
     NARROW,
     SOME,
     WIDE,
     InOrderWeight,
-    choose_cut,
+    choose_config,
     fits_float32,
     in_order_triton,
 )
-from nanoinfer.kernels.linear.order import AnyNumbers, Grouping, Shape, sizes_alike
+from nanoinfer.kernels.linear.order import AnyNumbers, Grouping, WeightShape, sizes_alike
 
-ALL_CUTS = (*CUTS, SOME, FEW, NARROW, WIDE, replace(FEW, used=48), replace(WIDE, used=80))
+ALL_CONFIGS = (*CONFIGS, SOME, FEW, NARROW, WIDE, replace(FEW, used=48), replace(WIDE, used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
@@ -76,9 +76,9 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for cut in (None, *ALL_CUTS):
-            assert_close(in_order_triton(x, weight, cut=cut), expected)
-            assert_close(in_order_triton(x, weight, bias, cut=cut), expected + bias)
+        for config in (None, *ALL_CONFIGS):
+            assert_close(in_order_triton(x, weight, config=config), expected)
+            assert_close(in_order_triton(x, weight, bias, config=config), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
         assert InOrderWeight(weight, dtype, False, [tokens]).product(x, out=out) is out
         assert_close(out, expected)
@@ -105,11 +105,11 @@ class TestProducts:
         """Sums in float32 need room, and so do the outputs of a tile where multiprocessors have little memory."""
         for tokens in (1, 16, 17, 64, 128, 256, 16384):
             for out_features in (1024, 4096, 6144, 24576):
-                assert fits_float32(choose_cut(torch.empty(tokens, 1), out_features))
+                assert fits_float32(choose_config(torch.empty(tokens, 1), out_features))
         monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
         monkeypatch.setattr("nanoinfer.kernels.linear.tiles.shared_memory", lambda device: 99 << 10)
         for out_features in (1024, 4096, 6144, 12288, 17408, 151936):
-            assert choose_cut(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).block_n <= 64
+            assert choose_config(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).block_n <= 64
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for cut in ALL_CUTS:
-                if dtype == torch.float32 and not fits_float32(cut):
+            for config in ALL_CONFIGS:
+                if dtype == torch.float32 and not fits_float32(config):
                     continue
-                assert torch.equal(in_order_triton(x, weight, own_bias, cut=cut), expected)
+                assert torch.equal(in_order_triton(x, weight, own_bias, config=config), expected)
             in_order = InOrderWeight(weight, dtype, own_bias is not None, sizes)
             for tokens in (*sizes, 3, 17, 33, 65, 130, 300):
                 order = torch.randperm(512, device=DEVICE)[:tokens]
@@ -136,12 +136,15 @@ class TestProducts:
 
 
 SHAPES_TO_CHECK = [
-    Shape(100, 384),
-    *(Shape(256, inputs, block) for block, inputs in [((128, 128), 512), ((64, 256), 1280), ((1, 512), 512)]),
-    *(Shape(100, 384, None, Grouping("int4", *form)) for form in [(64, SHORT, True, True), (384, SHORT, False, False)]),
-    Shape(100, 384, None, Grouping("int8", 32, SHORT, True, False)),
-    Shape(100, 384, None, Grouping("e2m1", 16, FP8, False, True)),
-    Shape(100, 384, None, Grouping("e2m1", 32, torch.uint8, False, False)),
+    WeightShape(100, 384),
+    *(WeightShape(256, inputs, block) for block, inputs in [((128, 128), 512), ((64, 256), 1280), ((1, 512), 512)]),
+    *(
+        WeightShape(100, 384, None, Grouping("int4", *form))
+        for form in [(64, SHORT, True, True), (384, SHORT, False, False)]
+    ),
+    WeightShape(100, 384, None, Grouping("int8", 32, SHORT, True, False)),
+    WeightShape(100, 384, None, Grouping("e2m1", 16, FP8, False, True)),
+    WeightShape(100, 384, None, Grouping("e2m1", 32, torch.uint8, False, False)),
 ]
 
 
@@ -159,11 +162,11 @@ def dense(weight: AnyNumbers) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES_TO_CHECK, ids=str)
 class TestTheCheck:
-    def test_what_is_compared_is_all_rounding_error(self, shape: Shape) -> None:
+    def test_what_is_compared_is_all_rounding_error(self, shape: WeightShape) -> None:
         seen: list[torch.Tensor] = []
 
         def multiply(x: torch.Tensor, weight: AnyNumbers, bias: torch.Tensor | None) -> torch.Tensor:
-            assert Shape.like(weight) == shape
+            assert WeightShape.like(weight) == shape
             product, size = x.double() @ dense(weight).T, x.double().abs() @ dense(weight).abs().T
             seen.append(product)
             assert (product.abs() < 1e-9 * size).all()
@@ -174,16 +177,16 @@ class TestTheCheck:
             assert sizes_alike.__wrapped__(multiply, multiply, *how) <= {1, 16}
         assert [len(product) for product in seen] == [16, 1, 16] * 2
 
-    def test_the_numbers_of_tokens_that_have_other_bits(self, shape: Shape) -> None:
+    def test_the_numbers_of_tokens_that_have_other_bits(self, shape: WeightShape) -> None:
         def differ(x: torch.Tensor, weight: AnyNumbers, bias: torch.Tensor | None) -> torch.Tensor:
             return torch.full((len(x), 8), float(len(x) == 2))
 
         how = shape, SHORT, False, torch.device(DEVICE), (1, 2, 16)
         assert sizes_alike.__wrapped__(differ, differ, *how) == {1, 16}
 
-    def test_products_with_experts_are_as_large_as_their_inputs(self, shape: Shape) -> None:
+    def test_products_with_experts_are_as_large_as_their_inputs(self, shape: WeightShape) -> None:
         weight = shape.draw_experts(3, SHORT, torch.Generator(DEVICE))
-        assert Shape.like(weight) == shape
+        assert WeightShape.like(weight) == shape
         assert 0.4 < (randn(100, shape.inputs, dtype=torch.float64) @ dense(weight)[0].T).std() < 2
 
 
@@ -226,8 +229,8 @@ def test_experts_have_the_same_bits(
 @pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
 @pytest.mark.parametrize("used", of_each_kind(zip((1, 2, 8)), 0, 2))
 def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
-    gate_up = Shape(2 * share, hidden_size)
-    down = Shape(hidden_size // ranks, share * ranks)
+    gate_up = WeightShape(2 * share, hidden_size)
+    down = WeightShape(hidden_size // ranks, share * ranks)
     check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
 
 
@@ -236,7 +239,7 @@ def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: 
 def test_the_check_of_experts_compares_tiles_of_all_sizes(
     used: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrices = Shape(2 * 48, 64), Shape(64 // ranks, 48 * ranks)
+    matrices = WeightShape(2 * 48, 64), WeightShape(64 // ranks, 48 * ranks)
     tiles: set[int] = set()
 
     def check(wrong: int | None) -> None:

@@ -39,7 +39,7 @@ from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.gated import gated_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.one_wave import cut, one_wave_linear
+from nanoinfer.kernels.linear.one_wave import config_of, one_wave_linear
 from nanoinfer.kernels.norm.rms_norm import (
     Norm,
     add_residual_reference,
@@ -320,13 +320,13 @@ def test_one_wave_linear(shape: tuple[int, int], tokens: int) -> None:
     """Products are whole or in pieces, with or without gates; the last tile of tokens and of outputs may be partial."""
     (out_features, in_features), dtype = shape, SHORT
     x, weight = randn(tokens, in_features, dtype=dtype), randn(2 * out_features, in_features, dtype=dtype)
-    in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
+    in_pieces = config_of(tokens, out_features, in_features, 8, may_split=True)
     assert in_pieces.pieces == {128: 1, 512: 2 if tokens > 64 else 4, 1152: 1 if tokens > 64 else 3}[in_features]
     expected = x.float() @ weight.float().T
     out = one_wave_linear(x, weight[:out_features], in_pieces)
     assert out.dim() == (3 if in_pieces.pieces > 1 else 2)
     assert_close(out.view(-1, tokens, out_features).sum(dim=0), expected[:, :out_features])
-    whole = cut(tokens, out_features, in_features, 8, may_split=False)
+    whole = config_of(tokens, out_features, in_features, 8, may_split=False)
     assert whole.pieces == 1
     assert_close(one_wave_linear(x, weight, whole, activation="silu"), gate_mul_reference(expected, "silu"))
 
@@ -338,13 +338,13 @@ def test_one_wave_linear_with_a_bias(shape: tuple[int, int], tokens: int) -> Non
     x, bias = randn(tokens, in_features, dtype=SHORT), randn(2 * out_features, dtype=SHORT)
     weight = (randn(2 * out_features, in_features) / in_features**0.5).to(SHORT)
     expected = F.linear(x.float(), weight.float(), bias.float())
-    in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
+    in_pieces = config_of(tokens, out_features, in_features, 8, may_split=True)
     assert in_pieces.pieces > 1
     out = one_wave_linear(x, weight[:out_features], in_pieces, bias[:out_features])
     assert_close(out.sum(dim=0), expected[:, :out_features])
     without = one_wave_linear(x, weight[:out_features], in_pieces)
     assert torch.equal(out[1:], without[1:])
-    whole = cut(tokens, out_features, in_features, 8, may_split=False)
+    whole = config_of(tokens, out_features, in_features, 8, may_split=False)
     assert_close(one_wave_linear(x, weight[:out_features], whole, bias[:out_features]), expected[:, :out_features])
     for activation in ("silu", "gelu_tanh"):
         assert_close(one_wave_linear(x, weight, whole, bias, activation), activated(expected, activation))

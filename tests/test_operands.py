@@ -24,11 +24,16 @@ from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, 
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.operand import Operand, RowOperand
 from nanoinfer.kernels.linear.plain import add_product, load_of_rows
-from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, multiply_tiles
+from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sorting import group_triton
 
-CUTS = [Cut(16, 64, 32), Cut(64, 64, 64), Cut(128, 32, 32, warps=8), Cut(32, 64, 32, used=48)]
+CONFIGS = [
+    TileConfig(16, 64, 32),
+    TileConfig(64, 64, 64),
+    TileConfig(128, 32, 32, warps=8),
+    TileConfig(32, 64, 32, used=48),
+]
 
 
 class SixBits(NamedTuple):
@@ -119,23 +124,25 @@ def multiply_row(parts, tile, x, scales, first_row, index, weight_rows, HOW: tl.
     return tl.sum(tile.to(tl.float32) * x[None, :], axis=1) * scales
 
 
-def multiply(x: Tensor, weight: SixBits, cut: Cut, behind: Behind, activation: Activation | None = None) -> Tensor:
+def multiply(
+    x: Tensor, weight: SixBits, config: TileConfig, epilogue: Epilogue, activation: Activation | None = None
+) -> Tensor:
     rows = weight.lows.shape[0] // (2 if activation else 1)
-    dtype = x.dtype if cut.pieces == 1 else torch.float32
-    out = torch.empty((cut.pieces, len(x), rows), dtype=dtype, device=DEVICE)
-    return multiply_tiles(x, weight.operand(), cut, out, behind, activation, fused=False)
+    dtype = x.dtype if config.pieces == 1 else torch.float32
+    out = torch.empty((config.pieces, len(x), rows), dtype=dtype, device=DEVICE)
+    return multiply_tiles(x, weight.operand(), config, out, epilogue, activation, fused=False)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 20, *whole_only([5, 130])])
-def test_a_dense_weight(tokens: int, cut: Cut) -> None:
+def test_a_dense_weight(tokens: int, config: TileConfig) -> None:
     """With a bias, and without and with an activation; 136 inputs and 100 rows fill no block."""
     (weight, matrix), x, bias = SixBits.of(100, 136), randn(tokens, 136, dtype=SHORT), randn(100, dtype=SHORT)
     expected = F.linear(x.double(), matrix, bias.double())
-    assert_close(multiply(x, weight, cut, Behind(bias=bias)), expected)
-    if cut.used is None:
+    assert_close(multiply(x, weight, config, Epilogue(bias=bias)), expected)
+    if config.used is None:
         gated = gate_mul_reference(expected, "silu")
-        assert_close(multiply(x, weight, cut, Behind(bias=bias), "silu"), gated)
+        assert_close(multiply(x, weight, config, Epilogue(bias=bias), "silu"), gated)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -155,7 +162,7 @@ def test_one_row(activation: Activation | None) -> None:
 
 def test_pieces_add_up_to_the_product() -> None:
     (weight, matrix), x, bias = SixBits.of(64, 160), randn(3, 160, dtype=SHORT), randn(64, dtype=SHORT)
-    out = multiply(x, weight, Cut(16, 64, 32, pieces=2), Behind(bias=bias))
+    out = multiply(x, weight, TileConfig(16, 64, 32, pieces=2), Epilogue(bias=bias))
     assert out.shape == (2, 3, 64)
     assert_close(out.sum(0), F.linear(x.double(), matrix, bias.double()))
 
@@ -167,16 +174,16 @@ def test_experts(tokens: int) -> None:
     experts = torch.rand(tokens, 5, device=DEVICE).argsort()[:, :2].int().contiguous()
     routes = Routes(experts, torch.rand(tokens, 2, device=DEVICE))
     size = choices_in_a_tile(2 * tokens, 5)
-    chosen, cut = Chosen(group_triton(experts, 5, size), 2), Cut(size, 64, 32, persistent=True)
+    chosen, config = Chosen(group_triton(experts, 5, size), 2), TileConfig(size, 64, 32, persistent=True)
     gated, out = x.new_empty(2 * tokens, 32), x.new_empty(2, tokens, 64)
-    multiply_tiles(x, gate_up.operand(), cut, gated, Behind(), "silu", chosen)
-    multiply_tiles(gated, down.operand(), cut, out, Behind(shares=routes.weights), None, chosen)
+    multiply_tiles(x, gate_up.operand(), config, gated, Epilogue(), "silu", chosen)
+    multiply_tiles(gated, down.operand(), config, out, Epilogue(shares=routes.weights), None, chosen)
     assert_close(out.float().sum(0).to(SHORT), expert_mlps_reference(x.double(), routes, wide, wide_down, "silu"))
 
 
 @pytest.mark.gpu
 def test_a_token_has_the_same_bits_in_any_company() -> None:
     (weight, _), x = SixBits.of(512, 1024), randn(300, 1024, dtype=torch.bfloat16)
-    expected = multiply(x, weight, CUTS[0], Behind())
-    for tokens, cut in zip((1, 16, 100, 300), CUTS, strict=True):
-        assert torch.equal(multiply(x[:tokens], weight, cut, Behind()), expected[:tokens])
+    expected = multiply(x, weight, CONFIGS[0], Epilogue())
+    for tokens, config in zip((1, 16, 100, 300), CONFIGS, strict=True):
+        assert torch.equal(multiply(x[:tokens], weight, config, Epilogue()), expected[:tokens])

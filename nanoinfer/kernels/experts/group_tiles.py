@@ -19,7 +19,7 @@ from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.linear.plain import add_product
-from nanoinfer.kernels.linear.tiles import Cut, stages_that_fit
+from nanoinfer.kernels.linear.tiles import TileConfig, stages_that_fit
 from nanoinfer.kernels.unpacking import unpack_tile
 
 
@@ -46,8 +46,8 @@ class ExpertForm:
     native: bool
 
 
-def group_operand_and_cut(weight: GroupWeight, x: Tensor, block_m: int) -> tuple[Operand, Cut]:
-    """Return the operand of experts' weights for vectors x, and the fastest cut for tiles of so many choices.
+def group_operand_and_config(weight: GroupWeight, x: Tensor, block_m: int) -> tuple[Operand, TileConfig]:
+    """Return the operand of experts' weights for vectors x, and the fastest configuration for tiles of so many choices.
 
     Where sums are scaled, all cuts have the same blocks of inputs, and so one order.
     """
@@ -61,9 +61,9 @@ def group_operand_and_cut(weight: GroupWeight, x: Tensor, block_m: int) -> tuple
     block_k = known.inputs_at_once(64 if x.itemsize == 4 or (exact and block_m >= 64) else 128)
     stage = block_k * (block_m * x.itemsize + block_n * known.bits // 8)
     stages = stages_that_fit(3 if block_m >= 64 else 4, stage, x.device)
-    cut = Cut(block_m, block_n, block_k, 1, block_n // 16, stages, persistent=is_large)
+    config = TileConfig(block_m, block_n, block_k, 1, block_n // 16, stages, persistent=is_large)
     _, rows, in_features = known.shape
-    return Operand(weight.words, parts, form, _add_products, rows, in_features, apart=False), cut
+    return Operand(weight.words, parts, form, _add_products, rows, in_features, apart=False), config
 
 
 @triton.jit

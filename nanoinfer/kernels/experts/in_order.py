@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.order import Shape
+from nanoinfer.kernels.linear.order import WeightShape
 
 # An output of ordinary numbers shows another order only once in some thousand times, so many are compared.
 TOKENS = 288
@@ -19,7 +19,7 @@ AT_ONCE = (8, 24, 96)  # of them, if each takes all experts: they fill tiles of 
 
 @cache
 def check_order(
-    gate_up: Shape, down: Shape, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
+    gate_up: WeightShape, down: WeightShape, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError if the kernel gives a token other bits among other numbers of tokens.
 

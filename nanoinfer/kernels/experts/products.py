@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear
 from nanoinfer.kernels.experts.add_pieces import add_pieces
-from nanoinfer.kernels.experts.group_tiles import group_operand_and_cut
+from nanoinfer.kernels.experts.group_tiles import group_operand_and_config
 from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
 from nanoinfer.kernels.experts.operand import ExpertWeights, group_linear, shape_of
@@ -29,7 +29,7 @@ from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.fp8_linear import fp8_operand
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.plain import plain_operand
-from nanoinfer.kernels.linear.tiles import Behind, Chosen, Cut, multiply_tiles, stages_that_fit
+from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.sorting import Groups, group_triton
 
 MOST_WIDE = 32  # choices in a tile of float32: no tensor core multiplies it, and more choices fill all registers
@@ -154,15 +154,15 @@ def expert_mlps_triton(
     added = None if choices is None else choices.beside_gate_up(x)
     gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // 2)
     vectors = quantize(x) if in_fp8 else x
-    behind = Behind(bias=gate_up_bias, added=added)
-    _multiply(vectors, gate_up, behind, gated, chosen, block_m, activation, in_order)
+    epilogue = Epilogue(bias=gate_up_bias, added=added)
+    _multiply(vectors, gate_up, epilogue, gated, chosen, block_m, activation, in_order)
     if gather is not None:
         gated = gather(gated)
     results = x.new_empty(used, tokens, outputs)
     added = None if choices is None else choices.beside_down(gated)
     vectors = quantize(gated) if in_fp8 else gated
-    behind = Behind(bias=down_bias, added=added, shares=routes.weights)
-    _multiply(vectors, down, behind, results, chosen, block_m, None, in_order)
+    epilogue = Epilogue(bias=down_bias, added=added, shares=routes.weights)
+    _multiply(vectors, down, epilogue, results, chosen, block_m, None, in_order)
     if used == 1:
         result = results[0]
     elif may_split and tokens > 1:
@@ -178,23 +178,23 @@ def choices_in_a_tile(choices: int, count: int) -> int:
     return 16 if average <= 8 else 32 if average <= 24 else 64 if average <= 96 else 128
 
 
-def cut_of(block_m: int, gated: bool, in_fp8: bool) -> Cut:
-    """Return the fastest cut for tiles of so many choices (measured on an H200, with 128 experts of 768)."""
+def config_of(block_m: int, gated: bool, in_fp8: bool) -> TileConfig:
+    """Return the fastest configuration for tiles of so many choices (measured on an H200, with 128 experts of 768)."""
     is_large = block_m == 128
     if in_fp8:  # block_k numbers share a scale; the products of a block fill registers of their own
         block_n = 128 if is_large and not gated else 64
         stages = 4 if is_large else 3 if gated else 5  # so that three of the small programs share a multiprocessor
-        return Cut(block_m, block_n, FP8_BLOCK.value, 1, 8 if is_large else 4, stages, persistent=is_large)
+        return TileConfig(block_m, block_n, FP8_BLOCK.value, 1, 8 if is_large else 4, stages, persistent=is_large)
     if is_large:
-        return Cut(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
+        return TileConfig(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
     block_k, stages = (128, 3) if block_m == 16 else (64, 5)
-    return Cut(block_m, 64, block_k, stages=stages)
+    return TileConfig(block_m, 64, block_k, stages=stages)
 
 
 def _multiply(
     x: Tensor | Fp8Tokens,
     weight: ExpertWeights,
-    behind: Behind,
+    epilogue: Epilogue,
     out: Tensor,
     chosen: Chosen,
     block_m: int,
@@ -211,11 +211,11 @@ def _multiply(
     assert vectors.is_contiguous()
     gated = activation is not None
     if isinstance(weight, GroupWeight):
-        operand, cut = group_operand_and_cut(weight, vectors, block_m)
-        behind = behind._replace(factors=weight.factors)
+        operand, config = group_operand_and_config(weight, vectors, block_m)
+        epilogue = epilogue._replace(factors=weight.factors)
     else:
         operand = fp8_operand(weight) if isinstance(weight, Fp8Weight) else plain_operand(weight)
-        cut = cut_of(block_m, gated, x_scales is not None)
-        stage = (block_m + cut.block_n * (2 if gated else 1)) * (cut.block_k * operand.numbers.itemsize + 4)
-        cut = replace(cut, stages=stages_that_fit(cut.stages, stage, out.device))
-    multiply_tiles(vectors, operand, cut, out, behind, activation, chosen, x_scales, not in_order)
+        config = config_of(block_m, gated, x_scales is not None)
+        stage = (block_m + config.block_n * (2 if gated else 1)) * (config.block_k * operand.numbers.itemsize + 4)
+        config = replace(config, stages=stages_that_fit(config.stages, stage, out.device))
+    multiply_tiles(vectors, operand, config, out, epilogue, activation, chosen, x_scales, not in_order)

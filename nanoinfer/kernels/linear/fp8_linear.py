@@ -24,7 +24,7 @@ from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capabili
 from nanoinfer.kernels.launch import can_launch_early, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
 from nanoinfer.kernels.linear.operand import Operand
-from nanoinfer.kernels.linear.tiles import Behind, Cut, load_block, multiply_tiles, stages_that_fit
+from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, load_block, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import Weight, add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
 
@@ -86,15 +86,15 @@ class Fp8LinearWeight(Fp8Weight, Weight):
 
 def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_split: bool = False) -> Tensor:
     """Compute kernels.linear.dispatch.linear, in x's dtype, by whichever way is the fastest."""
-    cut = find_cut(x, weight, may_split)
-    if cut is not None:
-        return fp8_linear_triton(x, weight, cut, bias, has_copies(x))
+    config = find_config(x, weight, may_split)
+    if config is not None:
+        return fp8_linear_triton(x, weight, config, bias, has_copies(x))
     out = _cublas(x, weight)
     return out if bias is None else out.add_(bias)
 
 
-def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
-    """Return the cut for our own kernel; None if cuBLAS can multiply these, and is faster (measured on an H200)."""
+def find_config(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> TileConfig | None:
+    """Return how our own kernel cuts a product; None if cuBLAS can multiply these, and is faster (measured on an H200)."""
     tokens, in_features = x.tokens, weight.numbers.shape[1]
     multiprocessors = num_multiprocessors(x.numbers.device)
     tiles = _tiles(x, weight)
@@ -105,17 +105,17 @@ def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
     fits = tiles * pieces <= (multiprocessors if tokens > 64 and pieces == 1 else most)
     if tokens > 32 and not (is_short and fits) and _cublas_can(weight, x.dtype):
         return None
-    return own_cut(x, weight, pieces)
+    return own_config(x, weight, pieces)
 
 
-def own_cut(x: Fp8Tokens, weight: Fp8Weight, pieces: int = 1) -> Cut:
-    """Return the cut for our own kernel, into so many pieces."""
+def own_config(x: Fp8Tokens, weight: Fp8Weight, pieces: int = 1) -> TileConfig:
+    """Return the configuration for our own kernel, into so many pieces."""
     device, (block_m, block_n) = x.numbers.device, _tile(x.tokens)
     programs = _tiles(x, weight) * pieces
     together = min(triton.cdiv(programs, num_multiprocessors(device)), RESIDENT)  # on a multiprocessor
     stages = stages_that_fit(MAX_STAGES, (block_m + block_n) * BLOCK.value, device, together)
     stages = max(stages, 2)  # with one, nothing would be on its way meanwhile
-    return Cut(block_m, block_n, BLOCK.value, pieces, WARPS, stages)
+    return TileConfig(block_m, block_n, BLOCK.value, pieces, WARPS, stages)
 
 
 def _tile(tokens: int) -> tuple[int, int]:
@@ -171,23 +171,24 @@ def _cublas(x: Fp8Tokens, weight: Fp8Weight) -> Tensor:
 def fp8_linear_triton(
     x: Fp8Tokens,
     weight: Fp8Weight,
-    cut: Cut,
+    config: TileConfig,
     bias: Tensor | None = None,
     copies: bool = False,
     in_order: bool = False,
 ) -> Tensor:
-    """Compute the product in one launch, cut as `cut` says; several pieces are [pieces, tokens, out_features] float32.
+    """Compute the product in one launch, cut as `config` says.
 
-    The first piece has the bias. copies: tensor-memory copies fetch the numbers
+    Several pieces are [pieces, tokens, out_features] float32; the first has the bias.
+    copies: tensor-memory copies fetch the numbers
     in_order: all tiles add up alike, one rounded product after the other
     """
-    out_dtype = x.dtype if cut.pieces == 1 else torch.float32
-    out = torch.empty((cut.pieces, x.tokens, len(weight.numbers)), dtype=out_dtype, device=x.numbers.device)
-    operand, vectors = fp8_operand(weight, MOST_ROWS if in_order else cut.block_n, copies), x.numbers
+    out_dtype = x.dtype if config.pieces == 1 else torch.float32
+    out = torch.empty((config.pieces, x.tokens, len(weight.numbers)), dtype=out_dtype, device=x.numbers.device)
+    operand, vectors = fp8_operand(weight, MOST_ROWS if in_order else config.block_n, copies), x.numbers
     if copies:
-        vectors = TensorDescriptor.from_tensor(vectors, [cut.block_m, BLOCK.value])
-        operand = operand._replace(numbers=TensorDescriptor.from_tensor(weight.numbers, [cut.block_n, BLOCK.value]))
-    return multiply_tiles(vectors, operand, cut, out, Behind(bias=bias), x_scales=x.scales, fused=not in_order)
+        vectors = TensorDescriptor.from_tensor(vectors, [config.block_m, BLOCK.value])
+        operand = operand._replace(numbers=TensorDescriptor.from_tensor(weight.numbers, [config.block_n, BLOCK.value]))
+    return multiply_tiles(vectors, operand, config, out, Epilogue(bias=bias), x_scales=x.scales, fused=not in_order)
 
 
 class Fp8Parts(NamedTuple):

@@ -19,17 +19,21 @@ from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import num_multiprocessors, recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_cut
+from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_config
 from nanoinfer.kernels.linear.groups.one_wave import BLOCK as GROUP_BLOCK
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, one_wave_triton
-from nanoinfer.kernels.linear.order import AnyNumbers, Multiply, Shape, sizes_alike
+from nanoinfer.kernels.linear.order import AnyNumbers, Multiply, WeightShape, sizes_alike
 from nanoinfer.kernels.linear.plain import plain_operand
-from nanoinfer.kernels.linear.tiles import Behind, Cut, multiply_tiles, stages_that_fit
+from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import Weight
 
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
-GROUP_CUTS = (Cut(16, 64), Cut(32, 64), Cut(64, 128, warps=8))  # for up to so many tokens, the last for all others
-A_SIZE_OF_EACH_CUT = (1, 16, 32, 64)  # tokens, of a weight with scales
+GROUP_CONFIGS = (
+    TileConfig(16, 64),
+    TileConfig(32, 64),
+    TileConfig(64, 128, warps=8),
+)  # for up to so many tokens, the last for all others
+A_SIZE_OF_EACH_CONFIG = (1, 16, 32, 64)  # tokens, of a weight with scales
 
 
 class InOrderWeight(Weight):
@@ -93,8 +97,8 @@ def find_sizes(weight: AnyNumbers, dtype: torch.dtype, has_bias: bool, sizes: tu
     Raises ValueError if our kernel has not the same bits for all of them. It computes those that cuBLAS does not.
     """
     scaled = not isinstance(weight, Tensor)
-    sizes = tuple(sorted({*sizes, *(A_SIZE_OF_EACH_CUT if scaled else ())}))
-    alike = partial(sizes_alike, shape=Shape.like(weight), dtype=dtype, has_bias=has_bias, device=_device(weight))
+    sizes = tuple(sorted({*sizes, *(A_SIZE_OF_EACH_CONFIG if scaled else ())}))
+    alike = partial(sizes_alike, shape=WeightShape.like(weight), dtype=dtype, has_bias=has_bias, device=_device(weight))
     # A switch of torch may let cuBLAS round float32 at any later time.
     many = () if scaled or dtype == torch.float32 else tuple(size for size in sizes if size > FEW_TOKENS)
     for_cublas = alike(_cublas, in_order_triton, sizes=many) if many else frozenset()
@@ -129,7 +133,7 @@ def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 def fp8_in_order(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """Compute the product of a weight in FP8 without an activation; a single token's vector is in FP8, too."""
-    return fp8_linear_triton(x, weight, own_cut(x, weight), bias, has_copies(x), in_order=True)
+    return fp8_linear_triton(x, weight, own_config(x, weight), bias, has_copies(x), in_order=True)
 
 
 def _round_and_multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
@@ -145,43 +149,48 @@ def group_in_order(
     x: Tensor, weight: GroupWeight, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """Compute the product of a GroupWeight."""
-    cut = next((cut for cut in GROUP_CUTS if len(x) <= cut.block_m), GROUP_CUTS[-1])
-    return one_wave_triton(x, weight, cut, bias, activation, in_order=True)
+    config = next((config for config in GROUP_CONFIGS if len(x) <= config.block_m), GROUP_CONFIGS[-1])
+    return one_wave_triton(x, weight, config, bias, activation, in_order=True)
 
 
-CUTS = {  # of many tokens, and the time of an output, relative to that in the largest tile, measured on an H200
-    Cut(128, 256, 64, warps=8, stages=5): 1.0,
-    Cut(128, 128, 64, warps=8, stages=5): 1.1,
-    Cut(64, 128, 64, stages=5): 1.4,
-    Cut(64, 64, 128, stages=5): 1.6,
-    Cut(64, 32, 128, stages=5): 2.2,
+CONFIGS = {  # of many tokens, and the time of an output, relative to that in the largest tile, measured on an H200
+    TileConfig(128, 256, 64, warps=8, stages=5): 1.0,
+    TileConfig(128, 128, 64, warps=8, stages=5): 1.1,
+    TileConfig(64, 128, 64, stages=5): 1.4,
+    TileConfig(64, 64, 128, stages=5): 1.6,
+    TileConfig(64, 32, 128, stages=5): 2.2,
 }
-SOME = Cut(32, 64, 128, stages=5)  # for more than few tokens, and at most its own number
-FEW = Cut(16, 64, 128, stages=9, fetched=4)
-NARROW = Cut(16, 16, 256, stages=9, fetched=4)  # for few tokens and few outputs
-WIDE = Cut(16, 128, 128, stages=9, fetched=4)  # for few tokens and many outputs of many inputs
+SOME = TileConfig(32, 64, 128, stages=5)  # for more than few tokens, and at most its own number
+FEW = TileConfig(16, 64, 128, stages=9, fetched=4)
+NARROW = TileConfig(16, 16, 256, stages=9, fetched=4)  # for few tokens and few outputs
+WIDE = TileConfig(16, 128, 128, stages=9, fetched=4)  # for few tokens and many outputs of many inputs
 MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
 MANY_INPUTS = 4096  # from here on, more programs cost less than multiprocessors that have more outputs than others
 MIN_STAGES = 3  # of wide tiles, or they are slow
 MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
 
 
-def choose_cut(x: Tensor, out_features: int) -> Cut:
-    """Return the cut with which the multiprocessors would be done first, if each computed one tile at a time."""
+def choose_config(x: Tensor, out_features: int) -> TileConfig:
+    """Return the tiles with which the multiprocessors would be done first, if each computed one at a time."""
     tokens, multiprocessors = len(x), num_multiprocessors(x.device)
     if tokens <= FEW_TOKENS:
         return _choose_for_few(x, out_features, multiprocessors)
     if tokens <= SOME.block_m:
         return SOME
 
-    def seconds(cut: Cut) -> float:
-        return triton.cdiv(cut.programs(tokens, out_features), multiprocessors) * cut.block_m * cut.block_n * CUTS[cut]
+    def seconds(config: TileConfig) -> float:
+        return (
+            triton.cdiv(config.programs(tokens, out_features), multiprocessors)
+            * config.block_m
+            * config.block_n
+            * CONFIGS[config]
+        )
 
-    return min((cut for cut in CUTS if x.itemsize == 2 or fits_float32(cut)), key=seconds)
+    return min((config for config in CONFIGS if x.itemsize == 2 or fits_float32(config)), key=seconds)
 
 
-def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> Cut:
-    """Return the cut for up to FEW_TOKENS tokens: reading the weight takes longest, so all should read evenly."""
+def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> TileConfig:
+    """Return the tiles for up to FEW_TOKENS tokens: reading the weight takes longest, so all should read evenly."""
     if out_features < FEW.block_n * multiprocessors * MIN_BUSY:
         return NARROW
     share = triton.cdiv(out_features, multiprocessors * 16) * 16
@@ -192,15 +201,15 @@ def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> Cut:
     return replace(WIDE, used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else FEW
 
 
-def _stages(cut: Cut, x: Tensor, gated: bool) -> int:
+def _stages(config: TileConfig, x: Tensor, gated: bool) -> int:
     """Return how many blocks of inputs of the tokens' vectors and of the weight are on their way at once."""
-    bytes_at_once = (cut.block_m + cut.block_n * (2 if gated else 1)) * cut.block_k * 2
-    return stages_that_fit(cut.stages, bytes_at_once, x.device)
+    bytes_at_once = (config.block_m + config.block_n * (2 if gated else 1)) * config.block_k * 2
+    return stages_that_fit(config.stages, bytes_at_once, x.device)
 
 
-def fits_float32(cut: Cut) -> bool:
+def fits_float32(config: TileConfig) -> bool:
     """Return whether a program can have such a tile of float32 numbers."""
-    return cut.block_m * cut.block_n <= MOST_IN_FLOAT32
+    return config.block_m * config.block_n <= MOST_IN_FLOAT32
 
 
 def in_order_triton(
@@ -209,15 +218,15 @@ def in_order_triton(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     activation: Activation | None = None,
-    cut: Cut | None = None,
+    config: TileConfig | None = None,
 ) -> Tensor:
-    """Compute the product of a plain weight in one launch. cut: None: choose_cut's own"""
+    """Compute the product of a plain weight in one launch. config: None: choose_config's own"""
     gated = activation is not None
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous()
     if out is None:
         out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
-    cut = cut or choose_cut(x, out_features)
-    cut = replace(cut, block_k=cut.block_k * 2 // x.itemsize, stages=_stages(cut, x, gated))
-    multiply_tiles(x, plain_operand(weight), cut, out[None], Behind(bias=bias), activation)
+    config = config or choose_config(x, out_features)
+    config = replace(config, block_k=config.block_k * 2 // x.itemsize, stages=_stages(config, x, gated))
+    multiply_tiles(x, plain_operand(weight), config, out[None], Epilogue(bias=bias), activation)
     return out

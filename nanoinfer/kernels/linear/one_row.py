@@ -126,7 +126,7 @@ def _launch(
     most = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     programs = min(triton.cdiv(weight_rows, block_n), most)
     _one_row_kernel[(programs, count)](
-        Before(
+        Prologue(
             x,
             residual,
             norm.weight if norm else None,
@@ -150,7 +150,7 @@ def _launch(
         LOAD_SCALES=operand.load_scales,
         PREPARE=operand.prepare,
         MULTIPLY=operand.multiply,
-        HOW=How(
+        HOW=RowConstants(
             block_n,
             block_k,
             operand.form,
@@ -179,7 +179,7 @@ def row_operand(weight: OneRowWeight) -> RowOperand:
     return fp8_row(weight) if isinstance(weight, Fp8Weight) else plain_row(weight)
 
 
-class Before(NamedTuple):
+class Prologue(NamedTuple):
     """What comes before the product, in tensors of a row's features; None: nothing. total, normed: are filled"""
 
     x: Tensor
@@ -194,7 +194,7 @@ class Before(NamedTuple):
 
 
 @dataclass(frozen=True)
-class How:
+class RowConstants:
     """What the kernel is compiled for. block_n, block_k: rows of a tile, and room for the inputs
 
     form: RowOperand's
@@ -214,7 +214,7 @@ class How:
 
 @triton.jit
 def _one_row_kernel(
-    before,
+    prologue,
     lane,
     adapter,
     parts,
@@ -254,10 +254,10 @@ def _one_row_kernel(
         scales = LOAD_SCALES(parts, first_row, first, in_features, weight_rows, HOW)
     if bias_ptr is not None:
         bias = load_of_rows(bias_ptr, first_row, first, weight_rows, HOW)
-    if before.post is not None:
-        post_weight = tl.load(before.post + k, mask=inside, other=0.0)
-    if before.norm is not None:
-        norm_weight = tl.load(before.norm + k, mask=inside, other=0.0)
+    if prologue.post is not None:
+        post_weight = tl.load(prologue.post + k, mask=inside, other=0.0)
+    if prologue.norm is not None:
+        norm_weight = tl.load(prologue.norm + k, mask=inside, other=0.0)
     if ADAPTED:
         PARTS: tl.constexpr = ADAPTER.parts
         COLUMNS: tl.constexpr = ADAPTER.columns_block
@@ -272,7 +272,7 @@ def _one_row_kernel(
         PER_NUMBER: tl.constexpr = ADAPTER.per_number
         fetch_tile(parts.numbers, first + programs, row_numbers, weight_rows, N, K // PER_NUMBER, GATED, EARLY)
 
-    x = tl.load(before.x + k, mask=inside, other=0.0)
+    x = tl.load(prologue.x + k, mask=inside, other=0.0)
     if HOW.lane is not None:
         RANK: tl.constexpr = HOW.lane[0]
         RANKS: tl.constexpr = HOW.lane[1]
@@ -280,18 +280,18 @@ def _one_row_kernel(
         inboxes_ptr, stale_ptr, stop_ptr = lane
         BLOCK: tl.constexpr = triton.next_power_of_2(RANKS)
         x = add_ranks(x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, BLOCK)
-    if before.post is not None:
-        x = norm_block(x, post_weight, in_features, before.post_eps, HOW.post_plus_one)
-    if before.residual is not None:
-        x += tl.load(before.residual + k, mask=inside, other=0.0)
-        if before.stream_scale is not None:
-            x *= tl.load(before.stream_scale)
-    if before.residual is not None or HOW.lane is not None:
-        tl.store(before.total + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    if before.norm is not None:
-        x = norm_block(x, norm_weight, in_features, before.eps, HOW.plus_one)
-    if before.normed is not None:
-        tl.store(before.normed + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    if prologue.post is not None:
+        x = norm_block(x, post_weight, in_features, prologue.post_eps, HOW.post_plus_one)
+    if prologue.residual is not None:
+        x += tl.load(prologue.residual + k, mask=inside, other=0.0)
+        if prologue.stream_scale is not None:
+            x *= tl.load(prologue.stream_scale)
+    if prologue.residual is not None or HOW.lane is not None:
+        tl.store(prologue.total + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    if prologue.norm is not None:
+        x = norm_block(x, norm_weight, in_features, prologue.eps, HOW.plus_one)
+    if prologue.normed is not None:
+        tl.store(prologue.normed + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if ADAPTED:
         publish_h(x, a, a_ptr, slot, h_ptr, program, columns, in_features, k, ADAPTER.publishers)
     vector = PREPARE(x, HOW)

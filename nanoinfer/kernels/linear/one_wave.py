@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.kernels.launch import can_launch_early, num_multiprocessors
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.plain import plain_operand
-from nanoinfer.kernels.linear.tiles import Behind, Cut, multiply_tiles, stages_that_fit
+from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
 
 MAX_TOKENS = 256  # more were not measured against cuBLAS
 SMALL = 1 << 20  # numbers of a weight; cuBLAS takes longer to launch than such a product takes, however it is cut
@@ -30,14 +30,14 @@ MAX_STAGES = 5
 BLOCK_K = 128
 
 
-def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Cut | None:
-    """Return the cut for x and weight as in dispatch.linear; None if cuBLAS is faster, or only cuBLAS can do it."""
+def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> TileConfig | None:
+    """Return how to cut a product, as in dispatch.linear; None if cuBLAS is faster, or only cuBLAS can do it."""
     in_features = weight.shape[1]
     if len(x) > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
         return None
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     multiprocessors = num_multiprocessors(x.device)
-    wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
+    wave = config_of(len(x), out_features, in_features, multiprocessors, may_split)
     tiles = wave.programs(len(x), out_features)
     room = multiprocessors * (MOST_TILES if gated and len(x) <= FEW_TOKENS else 1)
     if tiles > room or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
@@ -49,7 +49,7 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     return None if is_idle else wave
 
 
-def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Cut:
+def config_of(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> TileConfig:
     """Cut a product into tiles. If these are few, cut smaller tiles, or pieces if the product may be split."""
     block_m = FEW_TOKENS if tokens <= FEW_TOKENS else 32 if tokens <= 32 else 64
     token_tiles, block_n = triton.cdiv(tokens, block_m), 64
@@ -58,11 +58,11 @@ def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, 
     output_tiles = triton.cdiv(out_features, block_n)
     most = min(MAX_PIECES, multiprocessors // (token_tiles * output_tiles)) if may_split else 1
     pieces = max((p for p in range(1, most + 1) if in_features % (p * BLOCK_K) == 0), default=1)
-    return Cut(block_m, block_n, BLOCK_K, pieces, stages=MAX_STAGES)
+    return TileConfig(block_m, block_n, BLOCK_K, pieces, stages=MAX_STAGES)
 
 
 def one_wave_linear(
-    x: Tensor, weight: Tensor, wave: Cut, bias: Tensor | None = None, activation: Activation | None = None
+    x: Tensor, weight: Tensor, wave: TileConfig, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """Compute the product in one launch, cut as `wave` says.
 
@@ -78,4 +78,4 @@ def one_wave_linear(
     stage = (wave.block_m + wave.block_n * (2 if gated else 1)) * BLOCK_K * x.itemsize
     together = min(MOST_TILES, triton.cdiv(wave.programs(tokens, out_features), num_multiprocessors(x.device)))
     wave = replace(wave, stages=stages_that_fit(wave.stages, stage, x.device, together))
-    return multiply_tiles(x, plain_operand(weight), wave, out, Behind(bias=bias), activation)
+    return multiply_tiles(x, plain_operand(weight), wave, out, Epilogue(bias=bias), activation)

@@ -31,7 +31,7 @@ class Grouping(NamedTuple):
     has_factors: bool
 
 
-class Shape(NamedTuple):
+class WeightShape(NamedTuple):
     """All that the order of a weight's products can depend on.
 
     block: the height and the width of the blocks of a weight in FP8; grouping: of a GroupWeight
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     grouping: Grouping | None = None
 
     @classmethod
-    def like(cls, weight: AnyNumbers) -> Shape:
+    def like(cls, weight: AnyNumbers) -> WeightShape:
         """Return the shape of a weight, or that of each of several experts'."""
         if isinstance(weight, Tensor):
             return cls(weight.shape[-2], weight.shape[-1])
@@ -131,7 +131,7 @@ def _repeated(scales: Tensor, half: int) -> Tensor:
 def sizes_alike(
     multiply: Multiply,
     reference: Multiply,
-    shape: Shape,
+    shape: WeightShape,
     dtype: torch.dtype,
     has_bias: bool,
     device: torch.device,

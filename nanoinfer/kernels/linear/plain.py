@@ -33,7 +33,7 @@ def add_products(x_source, numbers, product, tile, room, HOW: tl.constexpr, EARL
     [vectors, rows] if parts are apart and there are 64 vectors or more, else [rows, vectors]. If parts are apart, the
     ups are product.rows behind the gates.
     x_source, numbers: the vectors and the weight's, or descriptors of them; product: a tiles.Product
-    tile: a tiles.Tile; room: of the scales of x, in vectors; HOW: a tiles.How
+    tile: a tiles.Tile; room: of the scales of x, in vectors; HOW: tiles.TileConstants
     """
     GATED: tl.constexpr = HOW.activation is not None
     M: tl.constexpr = HOW.block_m
@@ -96,7 +96,7 @@ class PlainParts(NamedTuple):
 def load_row_tile(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
     """Load the rows of a tile, [block_n, block_k]. Each gate's row comes before its up's, if there is an activation.
 
-    first_row: of the matrix among those of all experts, int64; HOW: a one_row.How
+    first_row: of the matrix among those of all experts, int64; HOW: one_row.RowConstants
     """
     return load_rows(parts.numbers, first_row, tile, in_features, in_features, weight_rows, HOW.block_k, HOW)
 

@@ -23,7 +23,7 @@ NEIGHBOURS = tl.constexpr(8)  # tiles of tokens that are computed side by side, 
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How a product is cut: into tiles of tokens by rows of the weight, and each tile into pieces by its inputs.
 
     block_m: tokens of a tile, or experts' choices
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
     used: int
 
 
-class Behind(NamedTuple):
+class Epilogue(NamedTuple):
     """What comes behind the products, in this order; None: nothing.
 
     factors: [experts and rows] float32, which multiply; bias: [experts and rows], which is added
@@ -74,15 +74,15 @@ class Behind(NamedTuple):
 def multiply_tiles(
     x: Any,
     operand: Operand,
-    cut: Cut,
+    config: TileConfig,
     out: Tensor,
-    behind: Behind,
+    epilogue: Epilogue,
     activation: Activation | None = None,
     chosen: Chosen | None = None,
     x_scales: Tensor | None = None,
     fused: bool = True,
 ) -> Tensor:
-    """Multiply tokens' vectors by a weight, in one launch, cut as `cut` says.
+    """Multiply tokens' vectors by a weight, in one launch, cut as `config` says.
 
     x: [room, in_features], or a tensor descriptor of it
     out: [pieces, tokens, out_features], filled and returned, without the first dimension for one piece; the first piece
@@ -93,40 +93,42 @@ def multiply_tiles(
     x_scales: [in_features / 128, room] of x in FP8
     fused: a product and a sum may be rounded once together, which tiles of one size alone might do
     """
-    assert cut.pieces == 1 or activation is None  # the activation needs the whole sum
-    assert chosen is not None or not cut.persistent
-    rows, used = out.shape[-1] if operand.apart else operand.rows, cut.used or cut.block_n
+    assert config.pieces == 1 or activation is None  # the activation needs the whole sum
+    assert chosen is not None or not config.persistent
+    rows, used = out.shape[-1] if operand.apart else operand.rows, config.used or config.block_n
     tokens = out.shape[-2] if chosen is None else len(chosen.groups.choices) // chosen.used
-    items = triton.cdiv(rows, used) * (triton.cdiv(tokens, cut.block_m) if chosen is None else len(chosen.groups.tiles))
-    programs = min(items, num_multiprocessors(out.device)) if cut.persistent else items
-    share = triton.cdiv(triton.cdiv(operand.in_features, cut.block_k), cut.pieces) * cut.block_k
-    _tiles_kernel[(programs, cut.pieces)](
+    items = triton.cdiv(rows, used) * (
+        triton.cdiv(tokens, config.block_m) if chosen is None else len(chosen.groups.tiles)
+    )
+    programs = min(items, num_multiprocessors(out.device)) if config.persistent else items
+    share = triton.cdiv(triton.cdiv(operand.in_features, config.block_k), config.pieces) * config.block_k
+    _tiles_kernel[(programs, config.pieces)](
         x,
         operand.numbers,
-        Product(x_scales, operand.parts, behind, chosen and chosen.groups, out, rows, operand.in_features, share),
+        Product(x_scales, operand.parts, epilogue, chosen and chosen.groups, out, rows, operand.in_features, share),
         tokens,
         1 if x_scales is None else x_scales.shape[1],
         items,
         ADD_PRODUCTS=operand.add_products,
-        HOW=How(
-            cut.block_m,
-            cut.block_n,
-            cut.block_k,
+        HOW=TileConstants(
+            config.block_m,
+            config.block_n,
+            config.block_k,
             used,
-            cut.fetched,
+            config.fetched,
             0 if chosen is None else chosen.used,
-            cut.pieces > 1,
-            operand.in_features % cut.block_k == 0,
-            rows % cut.block_n == 0 and used == cut.block_n,
+            config.pieces > 1,
+            operand.in_features % config.block_k == 0,
+            rows % config.block_n == 0 and used == config.block_n,
             operand.apart,
             operand.form,
             activation,
         ),
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
         **launch_options(out, fused),
     )
-    return out if chosen is not None or cut.pieces > 1 else out[0]
+    return out if chosen is not None or config.pieces > 1 else out[0]
 
 
 def stages_that_fit(most: int, bytes_of_stage: int, device: torch.device, together: int = 1) -> int:
@@ -142,7 +144,7 @@ class Product(NamedTuple):
 
     x_scales: Any
     parts: Any
-    behind: Any
+    epilogue: Any
     groups: Any
     out: Any
     rows: Any
@@ -151,8 +153,8 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class How:
-    """What the kernel is compiled for: of a Cut and of an Operand what it is there.
+class TileConstants:
+    """What the kernel is compiled for: of a TileConfig and of an Operand what it is there.
 
     experts: that a token uses; 0: the weight is dense
     in_pieces: there are several
@@ -275,7 +277,7 @@ def _multiply_tile(
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
     TOKENS_LEFT: tl.constexpr = HOW.apart and M >= 64
-    behind, groups, rows = product.behind, product.groups, product.rows
+    epilogue, groups, rows = product.epilogue, product.groups, product.rows
     weight_rows = rows * 2 if GATED and HOW.apart else rows  # of a matrix
     position, place = first + tl.arange(0, M), first_row + tl.arange(0, N)
     exists, has_row = position < end, place < end_row
@@ -287,12 +289,12 @@ def _multiply_tile(
         stop = tl.minimum(begin + product.share, product.in_features)
         in_first = place < tl.where(tl.program_id(1) == 0, end_row, 0)  # only the first piece has the bias
     factors, bias, up_bias = None, None, None
-    if behind.factors is not None:
-        factors = tl.load(behind.factors + n, mask=has_row, other=0.0)
-    if behind.bias is not None:
-        bias = tl.load(behind.bias + n, mask=in_first, other=0.0).to(tl.float32)
+    if epilogue.factors is not None:
+        factors = tl.load(epilogue.factors + n, mask=has_row, other=0.0)
+    if epilogue.bias is not None:
+        bias = tl.load(epilogue.bias + n, mask=in_first, other=0.0).to(tl.float32)
         if GATED and HOW.apart:
-            up_bias = tl.load(behind.bias + n + rows, mask=in_first, other=0.0).to(tl.float32)
+            up_bias = tl.load(epilogue.bias + n + rows, mask=in_first, other=0.0).to(tl.float32)
     tile = Tile(sources, exists, first, end, n, has_row, first_row, end_row, begin, stop)
     acc, up_acc = ADD_PRODUCTS(x, numbers, product, tile, room, HOW, EARLY)
 
@@ -303,11 +305,11 @@ def _multiply_tile(
             target = choice % HOW.experts * tokens + choice // HOW.experts
     elif HOW.in_pieces:
         target += tl.program_id(1) * tokens
-    acc = _add_behind(acc, factors, bias, behind, choice, exists, row, has_row, weight_rows, TOKENS_LEFT)
+    acc = _add_epilogue(acc, factors, bias, epilogue, choice, exists, row, has_row, weight_rows, TOKENS_LEFT)
     out, outputs = acc.to(product.out.dtype.element_ty), rows
     if GATED and HOW.apart:
         up = row + rows
-        up_acc = _add_behind(up_acc, None, up_bias, behind, choice, exists, up, has_row, weight_rows, TOKENS_LEFT)
+        up_acc = _add_epilogue(up_acc, None, up_bias, epilogue, choice, exists, up, has_row, weight_rows, TOKENS_LEFT)
         out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
     if not TOKENS_LEFT:
         out = tl.trans(out)
@@ -320,11 +322,11 @@ def _multiply_tile(
 
 
 @triton.jit
-def _add_behind(
+def _add_epilogue(
     acc,
     factors,
     bias,
-    behind,
+    epilogue,
     choice,
     exists,
     n,
@@ -337,12 +339,12 @@ def _add_behind(
         acc *= factors[None, :] if TOKENS_LEFT else factors[:, None]
     if bias is not None:
         acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
-    if behind.added is not None:
-        places = behind.added + choice.to(tl.int64)[:, None] * weight_rows + n[None, :]
+    if epilogue.added is not None:
+        places = epilogue.added + choice.to(tl.int64)[:, None] * weight_rows + n[None, :]
         added = tl.load(places, mask=exists[:, None] & has_row[None, :], other=0.0).to(tl.float32)
         acc += added if TOKENS_LEFT else tl.trans(added)
-    if behind.shares is not None:
-        shares = tl.load(behind.shares + choice, mask=exists, other=0.0)
+    if epilogue.shares is not None:
+        shares = tl.load(epilogue.shares + choice, mask=exists, other=0.0)
         acc *= shares[:, None] if TOKENS_LEFT else shares[None, :]
     return acc
 

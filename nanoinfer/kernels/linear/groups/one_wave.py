@@ -20,7 +20,7 @@ from nanoinfer.kernels.launch import fetch, num_multiprocessors, shared_memory, 
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
 from nanoinfer.kernels.linear.operand import Operand
-from nanoinfer.kernels.linear.tiles import Behind, Cut, multiply_tiles
+from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -50,8 +50,8 @@ def step_of(weight: GroupWeight, dtype: torch.dtype) -> int | None:
     return None
 
 
-def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
-    """Return the cut for what can_multiply says (measured on an H100, with groups of 128)."""
+def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
+    """Return the configuration for what can_multiply says (measured on an H100, with groups of 128)."""
     step = step_of(weight, x.dtype)
     assert step is not None
     tokens, weight_rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
@@ -62,17 +62,17 @@ def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
     if tokens > MANY:
         if may_split:
             pieces = _pieces(weight, step, 2 * multiprocessors // programs(64, 128))
-            return Cut(64, 128, pieces=pieces, stages=3)
+            return TileConfig(64, 128, pieces=pieces, stages=3)
         is_small = tokens <= 2 * MANY or programs(64, 64) <= 3 * multiprocessors
-        return Cut(64, 64, stages=3) if is_small else Cut(128, 128, warps=8, stages=5)
+        return TileConfig(64, 64, stages=3) if is_small else TileConfig(128, 128, warps=8, stages=5)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
     if block_m < 64 and tiles > 2 * multiprocessors:
-        return Cut(block_m, 128, warps=8, stages=5, fetched=2)
+        return TileConfig(block_m, 128, warps=8, stages=5, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
     together = triton.cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
     stages = 8 if together == 1 else 4 if together == 2 else 3
-    return Cut(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
+    return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
 
 
 def _pieces(weight: GroupWeight, step: int, most: int) -> int:
@@ -85,31 +85,31 @@ def _pieces(weight: GroupWeight, step: int, most: int) -> int:
 def one_wave_triton(
     x: Tensor,
     weight: GroupWeight,
-    cut: Cut,
+    config: TileConfig,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     in_order: bool = False,
 ) -> Tensor:
-    """Compute kernels.linear.dispatch.linear in one launch, cut as `cut` says.
+    """Compute kernels.linear.dispatch.linear in one launch, cut as `config` says.
 
     Several pieces are [pieces, tokens, out_features] float32; the first has the bias.
     in_order: all tiles add up alike, one rounded product after the other
     """
     assert x.is_contiguous()
     rows = len(weight.words) // 2 if activation else len(weight.words)
-    out_dtype = x.dtype if cut.pieces == 1 else torch.float32
-    out = torch.empty((cut.pieces, len(x), rows), dtype=out_dtype, device=x.device)
+    out_dtype = x.dtype if config.pieces == 1 else torch.float32
+    out = torch.empty((config.pieces, len(x), rows), dtype=out_dtype, device=x.device)
     step = step_of(weight, x.dtype)
     assert step is not None
     operand = group_operand(weight, x, step)
     groups = 1 if operand.form.scales_first else operand.form.groups
-    stage = step * (cut.block_m * groups * x.itemsize + cut.block_n * BITS[weight.numbers] // 8)
+    stage = step * (config.block_m * groups * x.itemsize + config.block_n * BITS[weight.numbers] // 8)
     # Unpacked, the numbers may go through shared memory.
-    room, tile = shared_memory(x.device), cut.block_n * step * x.itemsize
-    stages = max(min(cut.stages, room // stage, (room - tile) // stage + 1), 1)
-    behind = Behind(factors=weight.factors, bias=bias)
+    room, tile = shared_memory(x.device), config.block_n * step * x.itemsize
+    stages = max(min(config.stages, room // stage, (room - tile) // stage + 1), 1)
+    epilogue = Epilogue(factors=weight.factors, bias=bias)
     return multiply_tiles(
-        x, operand, replace(cut, block_k=step, stages=stages), out, behind, activation, fused=not in_order
+        x, operand, replace(config, block_k=step, stages=stages), out, epilogue, activation, fused=not in_order
     )
 
 

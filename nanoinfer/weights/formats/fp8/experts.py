@@ -18,7 +18,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.kernels.linear.in_order import check_multiplies
 from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import Shape
+from nanoinfer.kernels.linear.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import expert_sections, stack_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
@@ -66,7 +66,7 @@ class Fp8Experts(Experts):
         for weight in (gate_up, down):
             check_multiplies(self._dtype, weight)
         device = gate_up.numbers.device
-        check_order(Shape.like(gate_up), Shape.like(down), used, activation, self._dtype, device)
+        check_order(WeightShape.like(gate_up), WeightShape.like(down), used, activation, self._dtype, device)
         self._in_order = True
 
     def fix_parts(self) -> None:

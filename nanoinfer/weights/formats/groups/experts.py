@@ -16,7 +16,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import Shape
+from nanoinfer.kernels.linear.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_sections, stack_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.groups.layout import Layout
@@ -114,7 +114,7 @@ class GroupExperts(Experts):
                 f"deterministic=True: with experts in {label}, all inputs must share a scale, or neighbours whose"
                 f" number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
             )
-        gate_up, down = map(Shape.like, weights)
+        gate_up, down = map(WeightShape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
         self._in_order = True
 

@@ -13,7 +13,7 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import Shape
+from nanoinfer.kernels.linear.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard
@@ -66,7 +66,7 @@ class PlainExperts(Experts):
         used: experts that a token takes
         """
         gate_up, down = self.gate_up, self.down
-        check_order(Shape.like(gate_up), Shape.like(down), used, activation, gate_up.dtype, gate_up.device)
+        check_order(WeightShape.like(gate_up), WeightShape.like(down), used, activation, gate_up.dtype, gate_up.device)
         self._in_order = True
 
     def fix_parts(self) -> None:
