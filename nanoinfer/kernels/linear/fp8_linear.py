@@ -94,7 +94,7 @@ def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_
 
 
 def find_config(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> TileConfig | None:
-    """Return how our own kernel cuts a product; None if cuBLAS can multiply these, and is faster (measured on an H200)."""
+    """Return how our kernel cuts a product; None if cuBLAS can multiply these, and is faster (measured on an H200)."""
     tokens, in_features = x.tokens, weight.numbers.shape[1]
     multiprocessors = num_multiprocessors(x.numbers.device)
     tiles = _tiles(x, weight)
