@@ -200,7 +200,7 @@ class Tile(NamedTuple):
 def _tiles_kernel(
     x, numbers, product, tokens, room, items, ADD_PRODUCTS: tl.constexpr, HOW: tl.constexpr, EARLY: tl.constexpr
 ):
-    rows, groups, expert = product.rows, product.groups, tl.full([], 0, tl.int64)
+    rows, groups = product.rows, product.groups
     if HOW.experts == 0:
         # Programs that run side by side share what they read.
         program, token_tiles = tl.program_id(0), tl.cdiv(tokens, HOW.block_m)
@@ -209,6 +209,7 @@ def _tiles_kernel(
         group_tiles = tl.minimum(token_tiles - first_tile, NEIGHBOURS)
         first = (first_tile + program % per_group % group_tiles) * HOW.block_m
         first_row = program % per_group // group_tiles * HOW.used
+        expert = tl.full([], 0, tl.int64)
         sources, end_row = first + tl.arange(0, HOW.block_m), tl.minimum(first_row + HOW.used, rows)
         _multiply_tile(
             x,
