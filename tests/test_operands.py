@@ -23,7 +23,7 @@ from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gated_row
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.operand import Operand, RowOperand
-from nanoinfer.kernels.linear.plain import add_product, load_of_rows
+from nanoinfer.kernels.linear.plain import add_product, load_bias
 from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sorting import group_triton
@@ -111,7 +111,7 @@ def load(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
 
 @triton.jit
 def load_scales(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
-    return load_of_rows(parts.scales, first_row, tile, weight_rows, HOW)
+    return load_bias(parts.scales + first_row, tile, weight_rows, HOW.block_n, HOW.activation is not None)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
-from nanoinfer.kernels.linear.one_row import load_bias, store_dots
+from nanoinfer.kernels.linear.one_row import store_dots
+from nanoinfer.kernels.linear.plain import load_bias
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -191,12 +190,6 @@ def fp8_linear_triton(
     return multiply_tiles(vectors, operand, config, out, Epilogue(bias=bias), x_scales=x.scales, fused=not in_order)
 
 
-class Fp8Parts(NamedTuple):
-    """What the kernel reads of a weight in FP8, beside its numbers."""
-
-    scales: Tensor
-
-
 @dataclass(frozen=True)
 class Fp8Form:
     """What the kernel is compiled for.
@@ -221,7 +214,7 @@ def fp8_operand(weight: Fp8Weight, rows: int | None = None, copies: bool = False
     one_scale = rows is not None and height % rows == 0
     form = Fp8Form(height, width, one_scale, copies)
     numbers, (*_, rows, in_features) = weight.numbers, weight.numbers.shape
-    return Operand(numbers, Fp8Parts(weight.scales), form, _add_products, rows, in_features, apart=True)
+    return Operand(numbers, weight.scales, form, _add_products, rows, in_features, apart=True)
 
 
 @triton.jit
@@ -231,7 +224,7 @@ def _add_products(x_source, numbers, product, tile, room, HOW: tl.constexpr, EAR
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
     FORM: tl.constexpr = HOW.form
-    scales_ptr, in_features = product.parts.scales, product.in_features
+    scales_ptr, in_features = product.parts, product.in_features
     rows, across = tile.rows.to(tl.int32), in_features // FORM.width
     scale_ptr = scales_ptr + tile.first_row // FORM.height * across
     scale_ptrs = scales_ptr + rows // FORM.height * across

@@ -103,8 +103,9 @@ def find_sizes(weight: AnyNumbers, dtype: torch.dtype, has_bias: bool, sizes: tu
     many = () if scaled or dtype == torch.float32 else tuple(size for size in sizes if size > FEW_TOKENS)
     for_cublas = alike(_cublas, in_order_triton, sizes=many) if many else frozenset()
     ours, named = _ours(weight)
+    others = tuple(size for size in sizes if size not in for_cublas or size == sizes[-1])  # the last: to compare with
     for multiply in ours:
-        if {*sizes} - for_cublas - alike(multiply, ours[0], sizes=sizes):
+        if {*others} - alike(multiply, ours[0], sizes=others):
             raise ValueError(
                 f"deterministic=True: this GPU adds up products{named} in other orders for other numbers of tokens;"
                 " device='cpu' does not"

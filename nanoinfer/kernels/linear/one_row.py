@@ -37,7 +37,7 @@ from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate
 from nanoinfer.kernels.linear.fp8_row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
 from nanoinfer.kernels.linear.operand import RowOperand
-from nanoinfer.kernels.linear.plain import load_of_rows, plain_row
+from nanoinfer.kernels.linear.plain import load_bias, plain_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
@@ -253,7 +253,7 @@ def _one_row_kernel(
     if LOAD_SCALES is not None:
         scales = LOAD_SCALES(parts, first_row, first, in_features, weight_rows, HOW)
     if bias_ptr is not None:
-        bias = load_of_rows(bias_ptr, first_row, first, weight_rows, HOW)
+        bias = load_bias(bias_ptr + first_row, first, weight_rows, N, GATED)
     if prologue.post is not None:
         post_weight = tl.load(prologue.post + k, mask=inside, other=0.0)
     if prologue.norm is not None:
@@ -311,7 +311,7 @@ def _one_row_kernel(
             scales = LOAD_SCALES(parts, first_row, index + programs, in_features, weight_rows, HOW)
         if bias_ptr is not None:
             dots += bias
-            bias = load_of_rows(bias_ptr, first_row, index + programs, weight_rows, HOW)
+            bias = load_bias(bias_ptr + first_row, index + programs, weight_rows, N, GATED)
         if ADAPTED:
             if ADAPTER.per_load is None:
                 dots += tl.sum(of_adapter, axis=1)
@@ -348,13 +348,3 @@ def store_dots(dots, out_ptr, start, weight_rows, ACTIVATION: tl.constexpr, BLOC
     else:
         n = start + tl.arange(0, BLOCK_N)
         tl.store(out_ptr + n, dots, mask=n < weight_rows)
-
-
-@triton.jit
-def load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Load the biases of a tile's rows, in the tile's order, as float32."""
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = n < weight_rows
-    if GATED:
-        n = gated_row(n, weight_rows)
-    return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)

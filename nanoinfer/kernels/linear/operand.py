@@ -12,7 +12,7 @@ class Operand(NamedTuple):
     """What the tile kernel knows of a weight, [out_features, in_features]; experts have a dimension more before.
 
     numbers: its numbers or words, or a tensor descriptor of them
-    parts: what else add_products reads: a NamedTuple of tensors and integers, or None
+    parts: what else add_products reads: a tensor, a NamedTuple of tensors and integers, or None
     form: what add_products is compiled for: a frozen dataclass, or None
     add_products: the JIT function that adds up a tile's products: see linear.plain.add_products
     rows, in_features: of a matrix

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Weight
 from nanoinfer.kernels.groups import BITS, SPREADS, GroupWeight, Numbers, pack
+from nanoinfer.kernels.launch import launch_in_between
 
 AnyNumbers: TypeAlias = Tensor | Fp8Weight | GroupWeight
 Multiply: TypeAlias = Callable[..., Tensor]  # of vectors, a weight, and a bias or None
@@ -64,7 +65,7 @@ class WeightShape(NamedTuple):
         return self.inputs // together // 2 * together
 
     def draw(self, dtype: torch.dtype, generator: torch.Generator) -> AnyNumbers:
-        """Draw a weight. The second half of each row undoes the first, and what is behind them is nothing.
+        """Draw a weight. The second half of each row, if it has one, undoes the first; behind them is nothing.
 
         So its products with vectors that `undone` returns are what was rounded away.
         """
@@ -88,7 +89,9 @@ class WeightShape(NamedTuple):
         return Fp8Weight(weight.to(FP8), scales / self.inputs**0.5)
 
     def undone(self, x: Tensor, sign: int = 1) -> Tensor:
-        """Return vectors, [..., inputs], whose second halves are their first ones times `sign`."""
+        """Return vectors, [..., inputs], whose second halves are their first ones times `sign`; one block has none."""
+        if not self.half:
+            return x
         first, rest = x[..., : self.half], torch.zeros_like(x[..., 2 * self.half :])
         return torch.cat([first, sign * first, rest], dim=-1)
 
@@ -147,5 +150,6 @@ def sizes_alike(
     bias = None
     if has_bias:
         bias = torch.randn(shape.rows, generator=generator, device=device, dtype=dtype) * 1e-6
+    launch_in_between(device)
     expected = reference(x, weight, bias)
     return frozenset(size for size in sizes if torch.equal(multiply(x[:size], weight, bias), expected[:size]))

@@ -113,13 +113,13 @@ def load_rows(ptr, first_row, tile, width, stride, weight_rows, COLUMNS: tl.cons
 
 
 @triton.jit
-def load_of_rows(ptr, first_row, tile, weight_rows, HOW: tl.constexpr):
-    """Load what each row of a tile has, such as its bias, in the tile's order, as float32."""
-    n = tile * HOW.block_n + tl.arange(0, HOW.block_n)
+def load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Load the biases of a tile's rows, in the tile's order, as float32."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < weight_rows
-    if HOW.activation is not None:
+    if GATED:
         n = gated_row(n, weight_rows)
-    return tl.load(ptr + first_row + n, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

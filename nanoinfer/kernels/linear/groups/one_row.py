@@ -16,7 +16,8 @@ from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.launch import fetch, launch_options, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
-from nanoinfer.kernels.linear.one_row import load_bias, store_dots
+from nanoinfer.kernels.linear.one_row import store_dots
+from nanoinfer.kernels.linear.plain import load_bias
 from nanoinfer.kernels.unpacking import dot_words, load_places
 
 ROWS, INPUTS, WARPS = 8, 4096, 4  # of a program: rows of the weight, and inputs at a time

@@ -17,7 +17,7 @@ from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.operand import RowOperand
-from nanoinfer.kernels.linear.plain import load_of_rows, load_rows
+from nanoinfer.kernels.linear.plain import load_bias, load_rows
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -134,7 +134,8 @@ def _multiply(parts, tile, vector, scales, first_row, index, weight_rows, HOW: t
         zeros = None
     dots = multiply_words(tile, places, sums, scales, zeros, NUMBERS, HOW.block_n, GROUPS, HALVES, HOW.form.native)
     if parts.factors is not None:
-        dots *= load_of_rows(parts.factors, first_row, index, weight_rows, HOW)
+        GATED: tl.constexpr = HOW.activation is not None
+        dots *= load_bias(parts.factors + first_row, index, weight_rows, HOW.block_n, GATED)
     return dots
 
 
