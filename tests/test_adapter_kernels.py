@@ -24,13 +24,13 @@ from nanoinfer.kernels.adapters.products import (
 )
 from nanoinfer.kernels.groups import pack
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
-from nanoinfer.kernels.linear.in_order import InOrderWeight
-from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.packed import PackedWeight
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
@@ -256,7 +256,7 @@ def in_int4(weight: Tensor) -> GroupLinearWeight:
 def in_order(weight: Tensor) -> InOrderWeight:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":  # numpy adds up in another order for another number of rows
-            patch.setattr("nanoinfer.kernels.linear.in_order.find_sizes", lambda *_: frozenset())
+            patch.setattr("nanoinfer.kernels.linear.in_order.weight.find_sizes", lambda *_: frozenset())
         return InOrderWeight(weight, weight.dtype, True, [1, len(MIXED)])
 
 

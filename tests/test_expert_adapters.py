@@ -18,8 +18,8 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import Grouping
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.order import Grouping
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
 COUNT, USED, HIDDEN, SIZE, RANK, MAX_ADAPTERS = 5, 2, 128, 64, 16, 3  # experts, those of a token, ...

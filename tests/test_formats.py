@@ -28,7 +28,7 @@ from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.weights.formats import table
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format

@@ -34,10 +34,10 @@ from nanoinfer.kernels.linear.activation import (
     gate_mul_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8, find_config, fp8_linear_triton
-from nanoinfer.kernels.linear.in_order import InOrderWeight, fp8_in_order
+from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8, find_config, fp8_linear_triton
+from nanoinfer.kernels.linear.in_order.order import WeightShape
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight, fp8_in_order
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.order import WeightShape
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
 # The interpreter has no products of bfloat16. On a GPU, results are rounded to it up to four times.

@@ -23,7 +23,7 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.groups import scales
-from nanoinfer.kernels.linear.order import Grouping, WeightShape
+from nanoinfer.kernels.linear.in_order.order import Grouping, WeightShape
 
 MXFP4 = Grouping("e2m1", 32, torch.uint8, has_zeros=False, has_factors=False)
 NVFP4 = Grouping("e2m1", 16, FP8, has_zeros=False, has_factors=True)

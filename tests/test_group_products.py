@@ -12,6 +12,7 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import BITS, E2M1, GroupWeight, Numbers, dequantize_reference, pack, unpack
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.groups import cpu, dense, one_row, scales
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
@@ -20,8 +21,7 @@ from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_config, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
-from nanoinfer.kernels.linear.in_order import InOrderWeight, group_in_order
-from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight, group_in_order
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import TileConfig
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference

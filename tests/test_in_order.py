@@ -20,9 +20,10 @@ from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, Fp8Weight
 from nanoinfer.kernels.groups import dequantize_reference
-from nanoinfer.kernels.linear import in_order
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
-from nanoinfer.kernels.linear.in_order import (
+from nanoinfer.kernels.linear.in_order import weight as in_order
+from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Grouping, WeightShape, sizes_alike
+from nanoinfer.kernels.linear.in_order.weight import (
     CONFIGS,
     FEW,
     NARROW,
@@ -33,7 +34,6 @@ from nanoinfer.kernels.linear.in_order import (
     fits_float32,
     in_order_triton,
 )
-from nanoinfer.kernels.linear.order import AnyNumbers, Grouping, WeightShape, sizes_alike
 
 ALL_CONFIGS = (*CONFIGS, SOME, FEW, NARROW, WIDE, replace(FEW, used=48), replace(WIDE, used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -106,7 +106,7 @@ class TestProducts:
         for tokens in (1, 16, 17, 64, 128, 256, 16384):
             for out_features in (1024, 4096, 6144, 24576):
                 assert fits_float32(choose_config(torch.empty(tokens, 1), out_features))
-        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
+        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.weight.num_multiprocessors", lambda device: 132)
         monkeypatch.setattr("nanoinfer.kernels.linear.tiles.shared_memory", lambda device: 99 << 10)
         for out_features in (1024, 4096, 6144, 12288, 17408, 151936):
             assert choose_config(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).block_n <= 64

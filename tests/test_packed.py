@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoinfer import LLM
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
 from nanoinfer.kernels.linear.dispatch import linear
-from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")

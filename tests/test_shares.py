@@ -18,7 +18,7 @@ from test_quantization import FP8_CONFIG, write_checkpoint
 from nanoinfer import LLM
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Weight
-from nanoinfer.kernels.linear import fp8_linear
+from nanoinfer.kernels.linear.fp8 import linear as fp8_linear
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.mlps import make_mlp

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.in_order import InOrderWeight
-from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Section, Shard

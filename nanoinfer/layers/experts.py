@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
-from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
+from nanoinfer.kernels.linear.cpu.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import find_uneven
 from nanoinfer.parallel.group import MAX_RANKS

@@ -18,7 +18,7 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 from nanoinfer.kernels.attention.qkv import norm_rotate_reference, norm_rotate_store
 from nanoinfer.kernels.linear import activation as gates
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.norm import rms_norm as norms
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs

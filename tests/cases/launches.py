@@ -40,10 +40,10 @@ from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
-from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
+from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
-from nanoinfer.kernels.linear.in_order import (
+from nanoinfer.kernels.linear.in_order.weight import (
     FEW_TOKENS,
     check_multiplies,
     fp8_in_order,

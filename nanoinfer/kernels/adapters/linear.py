@@ -16,9 +16,9 @@ from nanoinfer.kernels.adapters.products import expand, expand_reference, pieces
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
-from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import OneRowWeight, is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave
 from nanoinfer.kernels.linear.weight import add_and_norm

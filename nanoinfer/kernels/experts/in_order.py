@@ -1,4 +1,4 @@
-"""Whether the products with experts add up in one order, whatever the number of tokens: see linear.order."""
+"""Whether the products with experts add up in one order, whatever the number of tokens: see linear.in_order.order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.order import WeightShape
+from nanoinfer.kernels.linear.in_order.order import WeightShape
 
 # An output of ordinary numbers shows another order only once in some thousand times, so many are compared.
 TOKENS = 288

@@ -14,7 +14,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
 from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.fp8_row import multiply_tile, prepare_row
+from nanoinfer.kernels.linear.fp8.row import multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
     MAX_IN_FEATURES,
     one_row_gates_and_ups,

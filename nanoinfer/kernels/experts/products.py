@@ -25,9 +25,9 @@ from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear
-from nanoinfer.kernels.linear.fp8_linear import fp8_operand
-from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.fp8.linear import fp8_operand
 from nanoinfer.kernels.linear.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.sorting import Groups, group_triton
@@ -64,7 +64,7 @@ def expert_mlps(
         products have no bias, or another rank adds it
     adapters: if given, the tokens' are added to both products
     An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
-    Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
+    Weights in FP8 are such that kernels.linear.fp8.linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation; if in_order, also a single token's. The groups of a GroupWeight are
     such that operand.can_multiply_groups; its tensors are contiguous.
     """

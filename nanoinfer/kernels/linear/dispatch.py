@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.linear import gated
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, find_tiling
-from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
 from nanoinfer.kernels.linear.weight import Weight, add_and_norm

@@ -34,7 +34,7 @@ from nanoinfer.kernels.launch import (
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
-from nanoinfer.kernels.linear.fp8_row import fp8_row
+from nanoinfer.kernels.linear.fp8.row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import load_bias, plain_row

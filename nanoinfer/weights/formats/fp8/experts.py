@@ -15,10 +15,10 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
-from nanoinfer.kernels.linear.in_order import check_multiplies
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import WeightShape
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.fp8.linear import can_multiply_fp8
+from nanoinfer.kernels.linear.in_order.order import WeightShape
+from nanoinfer.kernels.linear.in_order.weight import check_multiplies
 from nanoinfer.weights.formats.expert_shards import expert_sections, stack_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout

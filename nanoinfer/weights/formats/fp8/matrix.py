@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.launch import launch_in_between
-from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
-from nanoinfer.kernels.linear.in_order import InOrderWeight
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
 from nanoinfer.weights.formats.fp8.store import Fp8Store
 from nanoinfer.weights.formats.matrix import Matrix

@@ -15,8 +15,8 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import WeightShape
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_sections, stack_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.groups.layout import Layout

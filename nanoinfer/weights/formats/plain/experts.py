@@ -12,8 +12,8 @@ from nanoinfer.kernels.experts.in_order import check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.order import WeightShape
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.in_order.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard

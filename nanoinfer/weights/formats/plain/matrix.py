@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.in_order import InOrderWeight
-from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs, rows_of
 

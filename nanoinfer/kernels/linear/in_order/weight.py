@@ -2,7 +2,7 @@
 
 The tile kernel does so for tiles of any size, if it neither cuts the inputs into pieces nor, where sums have scales,
 rounds a product and a sum once together. cuBLAS, which is faster for many tokens and a plain weight, does so wherever
-it does not divide the inputs. Neither is promised anywhere: see linear.order.
+it does not divide the inputs. Neither is promised anywhere: see linear.in_order.order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import num_multiprocessors, recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_config
+from nanoinfer.kernels.linear.fp8.linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_config
 from nanoinfer.kernels.linear.groups.one_wave import BLOCK as GROUP_BLOCK
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, one_wave_triton
-from nanoinfer.kernels.linear.order import AnyNumbers, Multiply, WeightShape, sizes_alike
+from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Multiply, WeightShape, sizes_alike
 from nanoinfer.kernels.linear.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import Weight
