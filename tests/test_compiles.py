@@ -22,6 +22,7 @@ from triton.backends import backends
 from nanoinfer.kernels.fp8 import HAS_FP8
 
 SCRIPT = Path(__file__).parent / "cases" / "card_compiler.py"
+WIDEST = 16  # bytes that a thread copies at once
 L1_BYTES = 48 << 10  # of shared memory, with which a program leaves its successor the L1 cache
 SPILLED = {  # bytes of an H100's thread that found no register, at most, by Triton 3.6 or 3.9; of all launches, or one
     "_decode_kernel": 24,
@@ -37,11 +38,11 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_shrink_kernel": 20,  # in float32
     "_tiles_kernel: int4, experts of 4000 with adapters": 44,
     "_tiles_kernel: int4 g128, down of 300 in torch.bfloat16": 20,
-    "_tiles_kernel: int4 g32, down of 300 in torch.bfloat16": 56,
+    "_tiles_kernel: int4 g32, down of 300 in torch.bfloat16": 60,
     "_tiles_kernel: int4 g64 zeros, down of 300 in torch.bfloat16": 368,
     "_tiles_kernel: int4 rows, down of 300 in torch.bfloat16": 20,
     "_tiles_kernel: mxfp4, down of 300 in torch.bfloat16": 48,
-    "_tiles_kernel: mxfp4, down of 300 in torch.float16": 64,
+    "_tiles_kernel: mxfp4, down of 300 in torch.float16": 68,
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
@@ -108,6 +109,7 @@ def test_kernels_fit(card: str, rooms: list[str], often: list[str], ask: Ask) ->
     assert kernels
     shared_bytes = CARDS[card].shared_bytes
     assert not [one for one in kernels if one["shared"] > shared_bytes or one["spilled"] > allowed(one, most)]
+    assert all(one["narrowest"] == WIDEST for one in kernels if one["name"] == "_tiles_kernel")
     assert all(one["shared"] <= L1_BYTES for one in kernels if one["launch"].startswith(MAKES_WAY))
 
 

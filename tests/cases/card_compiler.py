@@ -33,17 +33,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 USED = re.compile(r"Used (\d+) registers")
 SPILLED = re.compile(r"(\d+) bytes spill stores")
+COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*? 0x([0-9a-f]+)")
+WIDEST = 16  # bytes that a thread copies at once
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel takes: bytes of shared memory, a thread's registers, and bytes that it stores for lack of these."""
+    """What a kernel takes: bytes of shared memory, a thread's registers, and bytes that it stores for lack of these.
+
+    narrowest: the fewest bytes that a thread copies at once while it computes
+    """
 
     launch: str
     name: str
     shared: int
     registers: int
     spilled: int
+    narrowest: int
 
 
 class Machine(DriverBase):
@@ -147,7 +153,8 @@ class Compiler:
         while self._found:
             name, kernel, log = self._found.pop(0)
             if (used := USED.search(log)) and (spilled := SPILLED.search(log)):
-                yield Kernel(launch, name, kernel.metadata.shared, int(used[1]), int(spilled[1]))
+                narrowest = min((int(copy[1], 16) for copy in COPIED.finditer(kernel.asm["ptx"])), default=WIDEST)
+                yield Kernel(launch, name, kernel.metadata.shared, int(used[1]), int(spilled[1]), narrowest)
 
 
 if __name__ == "__main__":

@@ -409,10 +409,11 @@ def of_groups() -> Iterator[Launch]:
         *product(WIDE, (("gates and ups", 1, BF16), ("qkv", 1, FP32))),
         ("int8 rows", ("qkv", 8, FP32)),
         ("mxfp4", ("down", 300, FP16)),
+        ("mxfp4", ("down", 32, BF16)),  # in pieces
     ]
     for kind, (name, tokens, dtype) in of_kinds:
         if kind not in AS_OTHERS or tokens == 300:
-            often = often_if((kind, name, tokens) == ("int8 rows", "qkv", 8))
+            often = often_if((kind, name, tokens) in [("int8 rows", "qkv", 8), ("mxfp4", "down", 32)])
             if (kind, name, tokens, dtype) == ("nvfp4", "qkv", 8, BF16):
                 often = "always"
             call = partial(multiply, GROUPINGS[kind].linear, name, tokens, dtype)

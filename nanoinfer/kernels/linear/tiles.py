@@ -101,7 +101,7 @@ def multiply_tiles(
         triton.cdiv(tokens, config.block_m) if chosen is None else len(chosen.groups.tiles)
     )
     programs = min(items, num_multiprocessors(out.device)) if config.persistent else items
-    share = triton.cdiv(triton.cdiv(operand.in_features, config.block_k), config.pieces) * config.block_k
+    share = triton.cdiv(triton.cdiv(operand.in_features, config.block_k), config.pieces)
     _tiles_kernel[(programs, config.pieces)](
         x,
         operand.numbers,
@@ -139,7 +139,7 @@ def stages_that_fit(most: int, bytes_of_stage: int, device: torch.device, togeth
 class Product(NamedTuple):
     """What a launch multiplies, beside the vectors and the weight's numbers: see multiply_tiles, and Operand.
 
-    Those may be tensor descriptors, which Triton takes from no tuple. share: the inputs of a piece
+    Those may be tensor descriptors, which Triton takes from no tuple. share: the blocks of inputs of a piece
     """
 
     x_scales: Any
@@ -202,13 +202,15 @@ def _tiles_kernel(
 ):
     rows, groups = product.rows, product.groups
     if HOW.experts == 0:
-        # Programs that run side by side share what they read.
         program, token_tiles = tl.program_id(0), tl.cdiv(tokens, HOW.block_m)
-        per_group = NEIGHBOURS * tl.cdiv(rows, HOW.used)
-        first_tile = program // per_group * NEIGHBOURS
-        group_tiles = tl.minimum(token_tiles - first_tile, NEIGHBOURS)
-        first = (first_tile + program % per_group % group_tiles) * HOW.block_m
-        first_row = program % per_group // group_tiles * HOW.used
+        token_tile, row_tile = 0, program
+        if token_tiles > 1:  # programs that run side by side share what they read
+            per_group = NEIGHBOURS * tl.cdiv(rows, HOW.used)
+            first_tile = program // per_group * NEIGHBOURS
+            group_tiles = tl.minimum(token_tiles - first_tile, NEIGHBOURS)
+            token_tile = first_tile + program % per_group % group_tiles
+            row_tile = program % per_group // group_tiles
+        first, first_row = token_tile * HOW.block_m, row_tile * HOW.used
         expert = tl.full([], 0, tl.int64)
         sources, end_row = first + tl.arange(0, HOW.block_m), tl.minimum(first_row + HOW.used, rows)
         _multiply_tile(
@@ -286,8 +288,9 @@ def _multiply_tile(
     n = expert * weight_rows + row
     begin, stop, in_first = 0, product.in_features, has_row
     if HOW.in_pieces:
-        begin = tl.program_id(1) * product.share
-        stop = tl.minimum(begin + product.share, product.in_features)
+        share = product.share * HOW.block_k  # so that the compiler knows how a piece's words are aligned
+        begin = tl.program_id(1) * share
+        stop = tl.minimum(begin + share, product.in_features)
         in_first = place < tl.where(tl.program_id(1) == 0, end_row, 0)  # only the first piece has the bias
     factors, bias, up_bias = None, None, None
     if epilogue.factors is not None:
