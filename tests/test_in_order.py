@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -35,7 +34,7 @@ from nanoinfer.kernels.linear.in_order.weight import (
     in_order_triton,
 )
 
-ALL_CONFIGS = (*CONFIGS, SOME, FEW, NARROW, WIDE, replace(FEW, used=48), replace(WIDE, used=80))
+ALL_CONFIGS = (*CONFIGS, SOME, FEW, NARROW, WIDE, FEW._replace(used=48), WIDE._replace(used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps

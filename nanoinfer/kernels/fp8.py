@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 FP8 = torch.float8_e4m3fn
 HAS_FP8 = (8, 9)  # the first GPUs that convert and multiply FP8, and for which Triton has the type
@@ -45,7 +45,7 @@ class Fp8Tokens(NamedTuple):
     @classmethod
     def empty(cls, tokens: int, size: int, like: Tensor) -> Fp8Tokens:
         """Return vectors that a kernel is to fill. like: its dtype and its device are theirs"""
-        room = SLOW.stop if tokens in SLOW else triton.cdiv(tokens, ROOM) * ROOM
+        room = SLOW.stop if tokens in SLOW else cdiv(tokens, ROOM) * ROOM
         scales = torch.empty(size // BLOCK.value, room, dtype=torch.float32, device=like.device)
         return cls(torch.empty(room, size, dtype=FP8, device=like.device), scales, tokens, like.dtype)
 
@@ -99,7 +99,7 @@ def quantize_triton(x: Tensor) -> Fp8Tokens:
     out = Fp8Tokens.empty(len(x), x.shape[1], x)
     blocks = x.numel() // BLOCK.value
     across, room = out.scales.shape
-    grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
+    grid = (cdiv(blocks, BLOCKS_PER_PROGRAM),)
     _quantize_kernel[grid](
         x, out.numbers, out.scales, blocks, across, room, BLOCKS=BLOCKS_PER_PROGRAM, **launch_options(x)
     )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import next_power_of_2
+
 
 def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate each head, whose number i stands with number i + head_dim / 2, in float32.
@@ -37,8 +39,8 @@ def rotate_heads_triton(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         heads.stride(0),
         HEADS=num_heads,
         DIM=head_dim,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=next_power_of_2(num_heads),
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
         enable_fp_fusion=True,
     )
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, E2M1, Numbers, values_of
+from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
 CANDIDATES = tl.constexpr(5)  # from 24/32 to 32/32 of the scale that reaches the largest value; one more is above it
 NUMBERS_PER_PROGRAM = 4096
@@ -102,9 +103,9 @@ def round_to_groups_triton(values: Tensor, group: int, numbers: Numbers, dtype: 
     groups = inputs // group
     found = torch.empty((rows, inputs), dtype=torch.uint8, device=values.device)
     scales = torch.empty((rows, groups), dtype=dtype, device=values.device)
-    block_k = triton.next_power_of_2(group)
+    block_k = next_power_of_2(group)
     block_g = max(NUMBERS_PER_PROGRAM // block_k, 1)
-    grid = (triton.cdiv(rows * groups, block_g),)
+    grid = (cdiv(rows * groups, block_g),)
     half = 1 << BITS[numbers] - 1
     _round_kernel[grid](
         values, found, scales, rows * groups, group, HALF=half, BLOCK_G=block_g, BLOCK_K=block_k, enable_fp_fusion=True

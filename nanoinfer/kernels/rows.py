@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 256  # rows per program, however few there are, because Triton compiles a kernel for each size
 
@@ -43,7 +43,7 @@ def locate_rows_triton(
     slots, context_lens = torch.empty_like(positions), torch.empty_like(positions)
     rotary = positions if deltas is None else torch.empty_like(positions)
     rows = len(positions)
-    _locate_rows_kernel[(triton.cdiv(rows, BLOCK),)](
+    _locate_rows_kernel[(cdiv(rows, BLOCK),)](
         positions,
         block_tables,
         deltas,
@@ -108,7 +108,7 @@ def advance_rows_reference(
 def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tensor, drawn: Tensor | None = None) -> None:
     """advance_rows as one launch."""
     rows = len(positions)
-    _advance_rows_kernel[(triton.cdiv(rows, BLOCK),)](
+    _advance_rows_kernel[(cdiv(rows, BLOCK),)](
         last_tokens, positions, token_ids, drawn, rows, BLOCK=BLOCK, **launch_options(positions)
     )
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 FEW, MANY = 2048, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
 
@@ -54,7 +54,7 @@ def group_triton(experts: Tensor, count: int, size: int) -> Groups:
     choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     tiles = torch.empty((most_tiles(len(choices), count, size), 3), dtype=torch.int32, device=experts.device)
     block = FEW if len(choices) <= MANY else MANY
-    block_used = triton.next_power_of_2(used)
+    block_used = next_power_of_2(used)
     shape = {"USED": used, "BLOCK": block // block_used, "BLOCK_USED": block_used}
     options = {"num_warps": min(block // 256, 16), **launch_options(experts)}
     _count_kernel[(count,)](experts, counts, tokens, count, **shape, **options)
@@ -68,7 +68,7 @@ def group_triton(experts: Tensor, count: int, size: int) -> Groups:
         len(tiles),
         SIZE=size,
         **shape,
-        BLOCK_COUNT=triton.next_power_of_2(count),
+        BLOCK_COUNT=next_power_of_2(count),
         **options,
     )
     return Groups(choices, tiles)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, part_of
-from nanoinfer.kernels.launch import num_multiprocessors
+from nanoinfer.kernels.launch import next_power_of_2, num_multiprocessors
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.ranks.send_receive import as_message, receive
 
@@ -46,7 +46,7 @@ class RowAdapter(NamedTuple):
         per_number: inputs of which the weight has the numbers in one
         """
         columns, loads = len(self.h), row // per_load if per_load else 0
-        block = max(triton.next_power_of_2(columns), min(threads, loads))
+        block = max(next_power_of_2(columns), min(threads, loads))
         publishers = min(columns, programs, num_multiprocessors(self.h.device)) if self.h.is_cuda else 1
         pairs, per_load = self.pairs, per_load if block <= loads else None
         return RowAdapterShape(pairs.parts, pairs.rank, publishers, block, per_load, per_number)

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs, SortedRows, load_tile, outputs_of
 from nanoinfer.kernels.launch import (
+    cdiv,
     fetch,
     fetch_rows,
     launch_options,
     load_complete,
+    next_power_of_2,
     num_multiprocessors,
     start_successor,
     wait_for_predecessor,
@@ -65,15 +67,15 @@ def shrink_reference(x: Tensor, pairs: Pairs, rows: AdapterRows) -> Tensor:
 def pieces_for(x: Tensor, pairs: Pairs, rows: SortedRows) -> Tensor:
     """Return room for shrink's result."""
     count, columns = len(rows.groups.choices), pairs.a.shape[1]
-    tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(count, rows.size)
+    tiles = cdiv(columns, MAX_COLUMNS) * cdiv(count, rows.size)
     pieces = _shares(x)[1] if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
     return torch.empty((pieces, count, columns), dtype=torch.float32, device=x.device)
 
 
 def _shares(x: Tensor) -> tuple[int, int]:
     """Return how many inputs a share has, and how many shares there are: by the number of inputs alone."""
-    share = max(triton.cdiv(triton.cdiv(x.shape[1], MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
-    return share, triton.cdiv(x.shape[1], share)
+    share = max(cdiv(cdiv(x.shape[1], MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
+    return share, cdiv(x.shape[1], share)
 
 
 def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = None, used: int = 1) -> Tensor:
@@ -82,10 +84,10 @@ def shrink_triton(x: Tensor, pairs: Pairs, rows: SortedRows, h: Tensor | None = 
     assert x.is_contiguous()
     assert pairs.a.is_contiguous()
     is_beside, h = h is not None, pieces_for(x, pairs, rows) if h is None else h
-    block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
+    block_n = min(next_power_of_2(columns), MAX_COLUMNS)
     share, shares = _shares(x)
     stages = min(share // BLOCK_K, UNDER_WAY // ((rows.size + block_n) * BLOCK_K * 2)) + 1
-    _shrink_kernel[(triton.cdiv(columns, block_n), len(h), len(rows.groups.tiles))](  # empty tiles come last
+    _shrink_kernel[(cdiv(columns, block_n), len(h), len(rows.groups.tiles))](  # empty tiles come last
         x,
         pairs.a,
         *rows.groups,
@@ -221,7 +223,7 @@ def expand_triton(
     block_n, most = (BLOCK_N, BLOCK_R) if pairs.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
     block_n //= 2 if gated and rows.size > 16 else 1  # each block is two: one of gates and one of ups
     parts = (out_features,) if gated else pairs.parts
-    blocks = sum(triton.cdiv(part, block_n) for part in parts)
+    blocks = sum(cdiv(part, block_n) for part in parts)
     num_warps = 4 if rows.size == 16 and not gated else 8
     span, grid = _divide(blocks, rows, WARPS // num_warps * num_multiprocessors(h.device))
     _expand_kernel[grid](
@@ -258,8 +260,8 @@ def _divide(blocks: int, rows: SortedRows, programs: int) -> tuple[int, tuple[in
     programs: that run at once; if there were more, the last ones would take as long again
     The L1 cache keeps h from one block to the next. This counts as many tiles as the rows fill if they name one slot.
     """
-    span = min(triton.cdiv(blocks * triton.cdiv(len(rows.groups.choices), rows.size), programs), MAX_SPAN)
-    spans = triton.cdiv(blocks, span)
+    span = min(cdiv(blocks * cdiv(len(rows.groups.choices), rows.size), programs), MAX_SPAN)
+    spans = cdiv(blocks, span)
     return span, (spans, min(max(programs // spans, 1), len(rows.groups.tiles)))
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, SharedQueries, share_queries
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
 MOST_LANES = 64  # queries times heads: four warps hold their scores
 MOST_RESULTS = 64 * 128  # numbers of the lanes' results, for the same reason
@@ -44,7 +44,7 @@ def queries_of_a_bundle(most: int, heads: int, k_cache: Tensor) -> int:
     heads: of a query; k_cache: [blocks, block_size, kv_heads, head_dim]. 1: the results of more would not fit
     """
     _, _, kv_heads, head_dim = k_cache.shape
-    lanes = min(MOST_LANES, MOST_RESULTS // triton.next_power_of_2(head_dim))
+    lanes = min(MOST_LANES, MOST_RESULTS // next_power_of_2(head_dim))
     return max(1, min(most + 1, lanes * kv_heads // heads))
 
 
@@ -93,13 +93,13 @@ def bundle_triton(
     context_lens: Tensor, first: Tensor, counts: Tensor, most: int, queries: int, own_starts: Tensor | None = None
 ) -> Bundles:
     """`bundle` as one launch."""
-    rows, parts = len(counts), triton.cdiv(most + 1, queries)
+    rows, parts = len(counts), cdiv(most + 1, queries)
     bundles = Bundles(
         torch.empty((rows * parts, queries), dtype=torch.int32, device=first.device),
         torch.empty(rows * parts, dtype=torch.int32, device=first.device),
         None if own_starts is None else torch.empty(rows * parts, dtype=torch.int32, device=first.device),
     )
-    _bundle_kernel[(triton.cdiv(rows * parts, BLOCK),)](
+    _bundle_kernel[(cdiv(rows * parts, BLOCK),)](
         context_lens,
         first,
         counts,
@@ -111,7 +111,7 @@ def bundle_triton(
         PARTS=parts,
         QUERIES=queries,
         BLOCK=BLOCK,
-        BLOCK_Q=triton.next_power_of_2(queries),
+        BLOCK_Q=next_power_of_2(queries),
         **launch_options(first),
     )
     return bundles

@@ -16,7 +16,9 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import (
     RESERVED_BYTES,
+    cdiv,
     launch_options,
+    next_power_of_2,
     num_multiprocessors,
     shared_memory,
     wait_for_predecessor,
@@ -116,8 +118,8 @@ def plan_decode(
         bundles,
     )
     # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
-    block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
-    planners = triton.cdiv(workers, block_w)
+    block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, next_power_of_2(rows)), 8
+    planners = cdiv(workers, block_w)
     _plan_kernel[(planners,)](
         context_lens,
         plan.own_starts,
@@ -134,7 +136,7 @@ def plan_decode(
         TILE=programs.tile,
         BLOCK_R=block_r,
         BLOCK_W=block_w,
-        BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, planners)),
+        BLOCK_A=next_power_of_2(cdiv(block_r * kv_heads, planners)),
         **launch_options(context_lens),
     )
     return plan
@@ -146,7 +148,7 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
     are_bundles: the rows are bundles, whose scores would lack registers in larger tiles
     """
     _, block_size, kv_heads, head_dim = k_cache.shape
-    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS or are_bundles
+    block_d, few = next_power_of_2(head_dim), rows <= FEW_ROWS or are_bundles
     if k_cache.dtype == FP8 and block_d <= 128 and not are_bundles:
         # Other programs compute while one converts numbers. But where more than two share a row's keys, combining their
         # results costs more.

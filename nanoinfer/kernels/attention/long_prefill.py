@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.prefill_plan import LONGEST, UNIT, Stretch
 from nanoinfer.kernels.fp8 import as_bytes
+from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
 MOST_KEYS = LONGEST  # are gathered at once: a longer context would take more memory
 HEAD_DIMS = (64, 128)
@@ -143,7 +144,7 @@ def merge(attended: Tensor, log_total: Tensor, other: Tensor, other_log_total: T
     """merge_reference as one launch."""
     queries, heads, head_dim = attended.shape
     block = 32
-    _merge_kernel[triton.cdiv(queries, block), heads](
+    _merge_kernel[cdiv(queries, block), heads](
         attended,
         log_total,
         other,
@@ -152,7 +153,7 @@ def merge(attended: Tensor, log_total: Tensor, other: Tensor, other_log_total: T
         *attended.stride()[:2],
         *other.stride()[:2],
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         BLOCK=block,
         enable_fp_fusion=True,
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, wait_for_predecessor
 
 BLOCK = 1024
 
@@ -31,7 +31,7 @@ def gate_heads_triton(heads: Tensor, gates: Tensor) -> Tensor:
     assert heads.is_contiguous()
     assert gates[0].is_contiguous()
     out = torch.empty((tokens, size), dtype=heads.dtype, device=heads.device)
-    _gate_heads_kernel[(tokens, triton.cdiv(size, BLOCK))](
+    _gate_heads_kernel[(tokens, cdiv(size, BLOCK))](
         heads, gates, out, gates.stride(0), SIZE=size, BLOCK=BLOCK, **launch_options(heads)
     )
     return out

@@ -21,7 +21,13 @@ from nanoinfer.kernels.attention.scores import (
 )
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
-from nanoinfer.kernels.launch import launch_options, load_complete, start_successor, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    launch_options,
+    load_complete,
+    next_power_of_2,
+    start_successor,
+    wait_for_predecessor,
+)
 
 
 def paged_decode_reference(
@@ -143,8 +149,8 @@ def paged_decode_triton(
         ON_GPU=q.is_cuda,
         MAKE_WAY=plan.programs.make_way and shared is None,
         TILE=plan.programs.tile,
-        BLOCK_G=max(16, triton.next_power_of_2(lanes)),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_G=max(16, next_power_of_2(lanes)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         maxnreg=plan.programs.registers,

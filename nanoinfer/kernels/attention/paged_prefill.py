@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.scores import attend_to_tile, explicit_attention, first_numbers, in_log2, load_sinks
 from nanoinfer.kernels.fp8 import FP8, as_bytes
-from nanoinfer.kernels.launch import RESERVED_BYTES, shared_memory
+from nanoinfer.kernels.launch import RESERVED_BYTES, cdiv, next_power_of_2, shared_memory
 
 MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
 MOST_TOGETHER = 4  # heads of a program
@@ -161,7 +161,7 @@ def paged_prefill_triton(
         return out
     factor, cap = in_log2(scale, softcap)
     tiles = choose_tiles(q, max_query_len, heads // kv_heads)
-    grid = (heads // tiles.heads * tiles.parts, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
+    grid = (heads // tiles.heads * tiles.parts, cdiv(max_query_len, tiles.queries), len(context_lens))
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -187,7 +187,7 @@ def paged_prefill_triton(
         QUERIES=tiles.queries,
         HEADS=tiles.heads,
         BLOCK_N=math.gcd(block_size, tiles.keys),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         PARTS=tiles.parts,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -218,7 +218,7 @@ def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
 
     q, max_query_len: as for paged_prefill_triton; group: heads of a KV head
     """
-    head_dim = triton.next_power_of_2(q.shape[2])
+    head_dim = next_power_of_2(q.shape[2])
     if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
         if q.dtype == torch.float32:
             return Tiles(16, 16, 8, 2)
@@ -238,7 +238,7 @@ def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
 
 def fits(tiles: Tiles, q: Tensor) -> bool:
     """Return whether a program has shared memory for its queries, and for two tiles of keys and two of values."""
-    block_d = triton.next_power_of_2(q.shape[2])
+    block_d = next_power_of_2(q.shape[2])
     numbers = (tiles.queries * tiles.heads + 2 * tiles.keys) * block_d + 2 * tiles.keys * block_d // tiles.parts
     return numbers * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
 

@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import can_launch_early, launch_options, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    can_launch_early,
+    launch_options,
+    next_power_of_2,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
@@ -219,7 +225,7 @@ def max_parts(rows: int) -> int:
 
     It is the same for all numbers of rows up to the next power of two: a captured step may have more rows.
     """
-    rows = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    rows = max(LEAST_ROWS, next_power_of_2(rows))
     return max(FEW_RESULTS // rows, min(MOST_PARTS_OF_MANY_ROWS, MANY_RESULTS // rows), LEAST_PARTS)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import put
 from nanoinfer.kernels.fp8 import FP8, round_to_fp8
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm
 
 Parts = Literal["qkv", "qk", "q"]  # what a layer projects for its heads of queries, keys and values
@@ -213,7 +213,7 @@ def norm_rotate_store_triton(
     assert q_norm is None or k_norm is None or q_norm[1:] == k_norm[1:]
     heads = all_heads - (len(parts) - 1) * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _norm_rotate_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
+    _norm_rotate_store_kernel[(tokens, cdiv(all_heads, HEADS_PER_PROGRAM))](
         qkv,
         q_norm.weight if q_norm else None,
         k_norm.weight if k_norm else None,
@@ -240,7 +240,7 @@ def norm_rotate_store_triton(
         INTERLEAVED=interleaved and cos_sin is not None,
         SCALE_QUERIES=query_scales is not None,
         IN_FP8=k_cache.dtype == FP8,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2 if head_dim <= 256 else 4,
         **launch_options(qkv),

@@ -14,7 +14,7 @@ from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
 from nanoinfer.kernels.attention.scores import attend_to_tile, first_numbers, in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
 BLOCK_NUMBERS = 1024  # of the results that a program of add_shared_results puts together
 
@@ -84,8 +84,8 @@ def attend_to_prefixes(
         IN_FP8=k_cache.dtype == FP8,
         FIELDS=TILE_FIELDS,
         TILE=math.gcd(block_size, tiles.keys),
-        BLOCK_M=max(TILE_QUERIES, triton.next_power_of_2(group)),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=max(TILE_QUERIES, next_power_of_2(group)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launch_options(q),
@@ -171,9 +171,9 @@ def add_shared_results(own: Tensor, own_lse: Tensor, shared: SharedResults, dtyp
     """
     rows, heads, head_dim = own.shape
     out = torch.empty(own.shape, dtype=dtype, device=own.device)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_h = max(1, BLOCK_NUMBERS // block_d)
-    _add_shared_kernel[(rows, triton.cdiv(heads, block_h))](
+    _add_shared_kernel[(rows, cdiv(heads, block_h))](
         own,
         own_lse,
         *shared,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import norm_warps
 
 
@@ -31,7 +31,7 @@ def sum_squares_triton(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
     assert qkv.is_contiguous()
     assert all_heads == heads + 2 * kv_heads
     sums = torch.empty((tokens, 2), dtype=torch.float32, device=qkv.device)
-    block = triton.next_power_of_2(max(heads, kv_heads) * head_dim)
+    block = next_power_of_2(max(heads, kv_heads) * head_dim)
     _sum_squares_kernel[(tokens, 2)](
         qkv,
         sums,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
 ROW_BLOCK = 512  # channels of a row's program
 CHUNK_BLOCK = 64  # channels of a chunk's program
@@ -96,7 +96,7 @@ def convolve_rows_triton(
     """convolve_rows as one launch. The kernel before may write x alone: the others are read before it ends."""
     (rows, channels), width = x.shape, weight.shape[1]
     out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    _convolve_rows_kernel[(triton.cdiv(channels, ROW_BLOCK), rows)](
+    _convolve_rows_kernel[(cdiv(channels, ROW_BLOCK), rows)](
         x,
         weight,
         inputs,
@@ -118,7 +118,7 @@ def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Ch
     (tokens, channels), width = x.shape, weight.shape[1]
     assert width <= CHUNK
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    _convolve_chunks_kernel[(triton.cdiv(channels, CHUNK_BLOCK), len(chunks.seqs))](
+    _convolve_chunks_kernel[(cdiv(channels, CHUNK_BLOCK), len(chunks.seqs))](
         x,
         weight,
         inputs,
@@ -136,7 +136,7 @@ def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Ch
         SILU=silu,
         TOKENS=CHUNK,
         BLOCK=CHUNK_BLOCK,
-        BLOCK_W=triton.next_power_of_2(width),
+        BLOCK_W=next_power_of_2(width),
         enable_fp_fusion=True,
     )
     return out

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_reference, remember, silu_or_same
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    cdiv,
+    launch_options,
+    load_complete,
+    next_power_of_2,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 
 NUMBERS = 16384  # of a matrix that a program has: those of a head of 128 x 128
 FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
@@ -87,10 +94,10 @@ def delta_rows_triton(
     rows, width = len(qkv), weight.shape[1]
     value_heads, value_dim, key_dim = matrices.shape[1:]
     out = torch.empty((rows, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    block_k = triton.next_power_of_2(key_dim)
+    block_k = next_power_of_2(key_dim)
     numbers = FEW_NUMBERS if rows * value_heads < num_multiprocessors(qkv.device) else NUMBERS
-    block_v = max(1, min(numbers // block_k, triton.next_power_of_2(value_dim)))
-    _delta_rows_kernel[(triton.cdiv(value_dim, block_v), value_heads, rows)](
+    block_v = max(1, min(numbers // block_k, next_power_of_2(value_dim)))
+    _delta_rows_kernel[(cdiv(value_dim, block_v), value_heads, rows)](
         qkv,
         a,
         b,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
 BLOCK = 2048  # numbers of a program
 
@@ -32,9 +32,9 @@ def gated_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Te
     """gated_norm as one launch."""
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads * dim), dtype=x.dtype, device=x.device)
-    block_d = triton.next_power_of_2(dim)
-    block_h = max(1, min(triton.next_power_of_2(heads), BLOCK // block_d))
-    _gated_norm_kernel[(tokens, triton.cdiv(heads, block_h))](
+    block_d = next_power_of_2(dim)
+    block_h = max(1, min(next_power_of_2(heads), BLOCK // block_d))
+    _gated_norm_kernel[(tokens, cdiv(heads, block_h))](
         x,
         gate,
         weight,

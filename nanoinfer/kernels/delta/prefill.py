@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import num_multiprocessors, shared_memory
+from nanoinfer.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, shared_memory
 
 CHUNKS_AT_ONCE = 32  # of which the reference has the numbers in memory
 
@@ -142,7 +142,7 @@ def delta_chunks_triton(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "TOKENS": CHUNK,
-        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "BLOCK_K": max(16, next_power_of_2(key_dim)),
     }
     squares = torch.empty((2, len(chunks.seqs), value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
     factors = torch.empty((len(chunks.seqs), value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
@@ -176,8 +176,8 @@ def _go_through(
     values = _values_at_once(seqs * value_heads, value_dim, qkv.device)
     if qkv.dtype != torch.float32 and _stages(shape["BLOCK_K"], values, qkv) == 1:
         values = 64  # for an H100, Triton 3.6 compiles one stage of 32 values wrongly: it leaves its shared memory
-    values = max(16, min(values, triton.next_power_of_2(value_dim)))
-    _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
+    values = max(16, min(values, next_power_of_2(value_dim)))
+    _go_through_kernel[(cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,
         factors,
@@ -205,7 +205,7 @@ def _values_at_once(heads: int, value_dim: int, device: torch.device) -> int:
     A multiprocessor holds one program. Twice the values take a chunk half as long again, which pays where it saves
     each multiprocessor a turn.
     """
-    turns = [triton.cdiv(heads * triton.cdiv(value_dim, values), num_multiprocessors(device)) for values in (32, 64)]
+    turns = [cdiv(heads * cdiv(value_dim, values), num_multiprocessors(device)) for values in (32, 64)]
     return 64 if turns[1] < turns[0] else 32
 
 

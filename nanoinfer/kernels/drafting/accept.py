@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.drafting.pack import Places
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 NOTHING = -3  # in place of a token, where a row has kept fewer
 _NOTHING, _NO_GUESS = tl.constexpr(NOTHING), tl.constexpr(-4)  # no draw is _NO_GUESS
@@ -84,7 +84,7 @@ def accept_guesses_triton(drawn: Tensor, places: Places, rows: AdvancedRows, kep
         count,
         rows.tokens.stride(0),
         MOST=most,
-        BLOCK=triton.next_power_of_2(most + 2),
+        BLOCK=next_power_of_2(most + 2),
         num_warps=1,
         **launch_options(drawn),
     )

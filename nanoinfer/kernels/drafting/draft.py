@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 256  # rows per program
 
@@ -50,7 +50,7 @@ def last_two_tokens_triton(rows: DraftedRows, texts: Tensor, slots: Tensor) -> t
     """last_two_tokens as one launch."""
     count = len(slots)
     tokens, positions, row_of = (torch.empty(2 * count, dtype=torch.int32, device=slots.device) for _ in range(3))
-    _last_two_kernel[(triton.cdiv(count, BLOCK),)](
+    _last_two_kernel[(cdiv(count, BLOCK),)](
         *rows, texts, slots, tokens, positions, row_of, count, texts.stride(0), BLOCK=BLOCK, **launch_options(slots)
     )
     return tokens, positions, row_of
@@ -73,7 +73,7 @@ def next_tokens_reference(rows: DraftedRows, drawn: Tensor, number: int) -> tupl
 def next_tokens_triton(rows: DraftedRows, drawn: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """next_tokens as one launch."""
     tokens, positions, count = torch.empty_like(drawn), torch.empty_like(drawn), len(drawn)
-    _next_kernel[(triton.cdiv(count, BLOCK),)](
+    _next_kernel[(cdiv(count, BLOCK),)](
         *rows[1:], drawn, tokens, positions, count, number, BLOCK=BLOCK, **launch_options(drawn)
     )
     return tokens, positions

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024  # columns of a block table that a program copies
 
@@ -58,7 +58,7 @@ def gather_rows_triton(columns: RowColumns, row_of: Tensor) -> RowColumns:
         return None if column is None else column.new_empty(len(row_of), *column.shape[1:])
 
     gathered = RowColumns(*map(of, columns))
-    _gather_kernel[(len(row_of), triton.cdiv(tables.shape[1], BLOCK))](
+    _gather_kernel[(len(row_of), cdiv(tables.shape[1], BLOCK))](
         row_of, *columns, *gathered, tables.shape[1], tables.stride(0), BLOCK=BLOCK, **launch_options(row_of)
     )
     return gathered

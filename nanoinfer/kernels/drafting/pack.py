@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
 
@@ -119,7 +119,7 @@ def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are
         num_places,
         vocab_size,
         MOST=most,
-        BLOCK_MOST=triton.next_power_of_2(most),
+        BLOCK_MOST=next_power_of_2(most),
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_PLACES=BLOCK_PLACES,
         ARE_FREE=are_free,

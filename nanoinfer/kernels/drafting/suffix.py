@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 SHORTEST, LONGEST = 3, 16  # tokens of a match
 PROGRAMS = 128  # about as many search at once, where sources can be divided
@@ -88,7 +88,7 @@ def propose_suffixes_triton(
     `members` has at most 255 columns.
     """
     rows, others = len(slots), members.shape[1]
-    parts = triton.next_power_of_2(min(MOST_PARTS, max(1, PROGRAMS // rows)))
+    parts = next_power_of_2(min(MOST_PARTS, max(1, PROGRAMS // rows)))
     best = torch.empty((rows, (others + 1) * parts), dtype=torch.int64, device=tokens.device)
     guesses = torch.empty((rows, most), dtype=torch.int32, device=tokens.device)
     counts = torch.empty(rows, dtype=torch.int32, device=tokens.device)
@@ -106,9 +106,9 @@ def propose_suffixes_triton(
         width,
         best.shape[1],
         MOST=most,
-        BLOCK_MOST=triton.next_power_of_2(most),
+        BLOCK_MOST=next_power_of_2(most),
         OTHERS=others,
-        BLOCK_KEYS=triton.next_power_of_2((others + 1) * MOST_PARTS),
+        BLOCK_KEYS=next_power_of_2((others + 1) * MOST_PARTS),
         num_warps=1,
         **options,
     )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 256  # rows per program
 
@@ -37,7 +37,7 @@ def write_last_tokens_triton(
 ) -> None:
     """write_last_tokens as one launch."""
     rows = len(positions)
-    _write_kernel[(triton.cdiv(rows, BLOCK),)](
+    _write_kernel[(cdiv(rows, BLOCK),)](
         tokens,
         lengths,
         slots,

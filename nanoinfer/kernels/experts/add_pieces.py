@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
@@ -15,7 +15,7 @@ def add_pieces(pieces: Tensor) -> Tensor:
     """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order."""
     count, tokens, size = pieces.shape
     out = pieces.new_empty(tokens, size)
-    grid = (tokens, triton.cdiv(size, BLOCK))
+    grid = (tokens, cdiv(size, BLOCK))
     _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
     return out
 

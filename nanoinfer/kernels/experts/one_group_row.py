@@ -15,7 +15,14 @@ from nanoinfer.kernels.experts.one_row import load_down_bias
 from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    cdiv,
+    launch_options,
+    load_complete,
+    next_power_of_2,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import store_dots
@@ -56,7 +63,7 @@ def _launch(
     block_k, rest = cut(used * operand.quads * 128 // operand.bits)
     block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * operand.bits // 8)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
-    _expert_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
+    _expert_row_kernel[(min(cdiv(weight_rows, block_n), programs), count)](
         x,
         *routes,
         weight.words,
@@ -69,7 +76,7 @@ def _launch(
         weight_rows,
         operand.quads,
         USED=used,
-        BLOCK_USED=triton.next_power_of_2(used),
+        BLOCK_USED=next_power_of_2(used),
         ACTIVATION=activation,
         NUMBERS=weight.numbers,
         GROUP=weight.group,
@@ -84,8 +91,8 @@ def _launch(
 
 def cut(inputs: int) -> tuple[int, int]:
     """Return two powers of two that have room for so many inputs; the second is 0 where one does nearly as well."""
-    whole = triton.next_power_of_2(inputs)
-    return (whole, 0) if 4 * inputs > 3 * whole else (whole // 2, triton.next_power_of_2(inputs - whole // 2))
+    whole = next_power_of_2(inputs)
+    return (whole, 0) if 4 * inputs > 3 * whole else (whole // 2, next_power_of_2(inputs - whole // 2))
 
 
 def choose_programs(row: int) -> tuple[int, int, int]:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
-from nanoinfer.kernels.launch import launch_options, load_complete, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    cdiv,
+    launch_options,
+    load_complete,
+    next_power_of_2,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8.row import multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
@@ -45,10 +52,10 @@ def one_row_expert_mlps(
     in_fp8 = down_scales is not None
     gated = one_row_gates_and_ups(x, routes.experts, gate_up, gate_up_bias, activation)
     out = x.new_empty(1, hidden_size)
-    block_k = triton.next_power_of_2(used * size)
+    block_k = next_power_of_2(used * size)
     block_n = PER_MULTIPROCESSOR // block_k  # with fewer, larger tiles an H200 reads faster here
     programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
-    _down_kernel[(min(triton.cdiv(hidden_size, block_n), programs),)](
+    _down_kernel[(min(cdiv(hidden_size, block_n), programs),)](
         gated,
         *routes,
         downs,
@@ -58,7 +65,7 @@ def one_row_expert_mlps(
         size,
         hidden_size,
         USED=used,
-        BLOCK_USED=triton.next_power_of_2(used),
+        BLOCK_USED=next_power_of_2(used),
         BIAS=down_bias is not None,
         HEIGHT=height,
         WIDTH=width,

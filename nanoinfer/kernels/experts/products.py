@@ -8,7 +8,6 @@ needs: the last ones find no tile and end. So the host needs not know the routin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -217,5 +216,5 @@ def _multiply(
         operand = fp8_operand(weight) if isinstance(weight, Fp8Weight) else plain_operand(weight)
         config = config_of(block_m, gated, x_scales is not None)
         stage = (block_m + config.block_n * (2 if gated else 1)) * (config.block_k * operand.numbers.itemsize + 4)
-        config = replace(config, stages=stages_that_fit(config.stages, stage, out.device))
+        config = config._replace(stages=stages_that_fit(config.stages, stage, out.device))
     multiply_tiles(vectors, operand, config, out, epilogue, activation, chosen, x_scales, not in_order)

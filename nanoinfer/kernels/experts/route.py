@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 RouterScoring = Literal["softmax", "sigmoid"]
 
@@ -118,9 +118,9 @@ def route_triton(
         GROUPS=groups,
         GROUP_SIZE=count // groups,
         USED_GROUPS=routing.used_groups,
-        BLOCK=triton.next_power_of_2(count),
-        BLOCK_USED=triton.next_power_of_2(used),
-        BLOCK_GROUPS=triton.next_power_of_2(groups),
+        BLOCK=next_power_of_2(count),
+        BLOCK_USED=next_power_of_2(used),
+        BLOCK_GROUPS=next_power_of_2(groups),
         num_warps=1,
         **launch_options(logits),
     )

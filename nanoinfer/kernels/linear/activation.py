@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024
 # Numbers of a token, in 16 bits, from which on the next product starts when this kernel has ended. Started earlier, it
@@ -76,7 +76,7 @@ def _launch(gate_up: Tensor, out: Tensor | Fp8Tokens, activation: Activation) ->
     assert gate_up.is_contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
-    _gate_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](
+    _gate_mul_kernel[(tokens, cdiv(size, BLOCK))](
         gate_up,
         numbers,
         scales,

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch import (
     can_copy,
+    cdiv,
     is_measured,
     is_recording,
     launch_options,
@@ -76,7 +77,7 @@ def tile(tokens: int, out_features: int, in_features: int, multiprocessors: int)
         width = next((width for width in widths if width * token_tiles >= tokens), None)
         if width is None or width - tokens > MOST_LACKING or (outputs == 128 and in_features < LONG):
             continue
-        output_tiles = triton.cdiv(out_features, outputs)
+        output_tiles = cdiv(out_features, outputs)
         tiles = token_tiles * output_tiles
         pieces = min(multiprocessors // tiles, in_features // LEAST_INPUTS, MAX_PIECES)
         if (token_tiles, outputs) == SMALL and in_features > MOST_INPUTS * pieces:

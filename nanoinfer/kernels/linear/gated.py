@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.launch import (
     COPIED_BYTES,
     can_copy,
+    cdiv,
     is_measured,
     launch_options,
     num_multiprocessors,
@@ -42,7 +43,7 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
     if not can_copy(x, weight) or weight.shape[0] // 2 * x.itemsize % COPIED_BYTES:  # the result's rows
         return False
     tiles, multiprocessors = _tiles(x, weight), num_multiprocessors(x.device)
-    return tiles >= MIN_BUSY * triton.cdiv(tiles, multiprocessors) * multiprocessors
+    return tiles >= MIN_BUSY * cdiv(tiles, multiprocessors) * multiprocessors
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
@@ -78,7 +79,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 
 def _tiles(x: Tensor, weight: Tensor) -> int:
-    return triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0] // 2, BLOCK_N)
+    return cdiv(len(x), BLOCK_M) * cdiv(weight.shape[0] // 2, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])

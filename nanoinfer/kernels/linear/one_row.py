@@ -27,9 +27,11 @@ from nanoinfer.kernels.adapters.one_row import (
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import (
+    cdiv,
     fetch_rows,
     launch_options,
     load_complete,
+    next_power_of_2,
     num_multiprocessors,
     wait_for_predecessor,
 )
@@ -118,13 +120,13 @@ def _launch(
     weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
     out = torch.empty((count, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
-    block_k = triton.next_power_of_2(in_features)
+    block_k = next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = operand.programs
     is_plain = operand.load_scales is None and numbers.itemsize == 2
     if is_plain and block_k <= SHORT_ROW and of_row is None and lane is None and experts is None:
         warps //= 2
     most = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
-    programs = min(triton.cdiv(weight_rows, block_n), most)
+    programs = min(cdiv(weight_rows, block_n), most)
     _one_row_kernel[(programs, count)](
         Prologue(
             x,

@@ -7,13 +7,12 @@ kernel here is launched early and applies the activation. It leaves its pieces t
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 import torch
-import triton
 from torch import Tensor
 
-from nanoinfer.kernels.launch import can_launch_early, num_multiprocessors
+from nanoinfer.kernels.launch import can_launch_early, cdiv, num_multiprocessors
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
@@ -32,30 +31,31 @@ BLOCK_K = 128
 
 def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> TileConfig | None:
     """Return how to cut a product, as in dispatch.linear; None if cuBLAS is faster, or only cuBLAS can do it."""
-    in_features = weight.shape[1]
-    if len(x) > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
+    tokens, (weight_rows, in_features) = x.shape[0], weight.shape
+    if tokens > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
         return None
-    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    out_features = weight_rows // 2 if gated else weight_rows
     multiprocessors = num_multiprocessors(x.device)
-    wave = config_of(len(x), out_features, in_features, multiprocessors, may_split)
-    tiles = wave.programs(len(x), out_features)
-    room = multiprocessors * (MOST_TILES if gated and len(x) <= FEW_TOKENS else 1)
+    wave = config_of(tokens, out_features, in_features, multiprocessors, may_split)
+    tiles = wave.programs(tokens, out_features)
+    room = multiprocessors * (MOST_TILES if gated and tokens <= FEW_TOKENS else 1)
     if tiles > room or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
         return None
-    if len(x) > 64 and wave.pieces == 1 and in_features >= LONG:
+    if tokens > 64 and wave.pieces == 1 and in_features >= LONG:
         return None
     # Reading a large weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
-    is_idle = weight.numel() > LARGE and len(x) > FEW_TOKENS and tiles < MIN_BUSY * multiprocessors
+    is_idle = weight.numel() > LARGE and tokens > FEW_TOKENS and tiles < MIN_BUSY * multiprocessors
     return None if is_idle else wave
 
 
+@functools.cache
 def config_of(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> TileConfig:
     """Cut a product into tiles. If these are few, cut smaller tiles, or pieces if the product may be split."""
     block_m = FEW_TOKENS if tokens <= FEW_TOKENS else 32 if tokens <= 32 else 64
-    token_tiles, block_n = triton.cdiv(tokens, block_m), 64
-    if block_m == 64 and not may_split and 2 * token_tiles * triton.cdiv(out_features, 64) <= multiprocessors:
+    token_tiles, block_n = cdiv(tokens, block_m), 64
+    if block_m == 64 and not may_split and 2 * token_tiles * cdiv(out_features, 64) <= multiprocessors:
         block_n = 32
-    output_tiles = triton.cdiv(out_features, block_n)
+    output_tiles = cdiv(out_features, block_n)
     most = min(MAX_PIECES, multiprocessors // (token_tiles * output_tiles)) if may_split else 1
     pieces = max((p for p in range(1, most + 1) if in_features % (p * BLOCK_K) == 0), default=1)
     return TileConfig(block_m, block_n, BLOCK_K, pieces, stages=MAX_STAGES)
@@ -71,11 +71,12 @@ def one_wave_linear(
     Returns [tokens, out_features], or several pieces, [pieces, tokens, out_features] float32; the first has the bias.
     """
     gated = activation is not None
-    tokens, out_features = len(x), len(weight) // 2 if gated else len(weight)
+    tokens, weight_rows = x.shape[0], weight.shape[0]
+    out_features = weight_rows // 2 if gated else weight_rows
     assert x.is_contiguous()
     dtype = x.dtype if wave.pieces == 1 else torch.float32
     out = torch.empty((wave.pieces, tokens, out_features), dtype=dtype, device=x.device)
     stage = (wave.block_m + wave.block_n * (2 if gated else 1)) * BLOCK_K * x.itemsize
-    together = min(MOST_TILES, triton.cdiv(wave.programs(tokens, out_features), num_multiprocessors(x.device)))
-    wave = replace(wave, stages=stages_that_fit(wave.stages, stage, x.device, together))
+    together = min(MOST_TILES, cdiv(wave.programs(tokens, out_features), num_multiprocessors(x.device)))
+    wave = wave._replace(stages=stages_that_fit(wave.stages, stage, x.device, together))
     return multiply_tiles(x, plain_operand(weight), wave, out, Epilogue(bias=bias), activation)

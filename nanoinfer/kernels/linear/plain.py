@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import fetch_rows, wait_for_predecessor
+from nanoinfer.kernels.launch import fetch_rows, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.operand import Operand, RowOperand
 from nanoinfer.kernels.linear.tiles import load_block
@@ -79,7 +79,7 @@ def plain_row(weight: Tensor) -> RowOperand:
     """Return the operand of a weight for a single token."""
     assert weight.is_contiguous()
     *_, rows, in_features = weight.shape
-    row = triton.next_power_of_2(in_features)
+    row = next_power_of_2(in_features)
     tile = max(MIN_TILE, 2 * row)
     programs = tile // row, max(PER_MULTIPROCESSOR // tile, 1), 8 if tile == MIN_TILE else 16
     functions = load_row_tile, None, _prepare, _multiply

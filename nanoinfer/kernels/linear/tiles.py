@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.sorting import Groups
@@ -22,8 +22,7 @@ from nanoinfer.kernels.sorting import Groups
 NEIGHBOURS = tl.constexpr(8)  # tiles of tokens that are computed side by side, with the same rows of the weight
 
 
-@dataclass(frozen=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """How a product is cut: into tiles of tokens by rows of the weight, and each tile into pieces by its inputs.
 
     block_m: tokens of a tile, or experts' choices
@@ -48,7 +47,7 @@ class TileConfig:
 
     def programs(self, tokens: int, rows: int) -> int:
         """Return how many programs multiply so many tokens by a dense weight, one tile or piece each."""
-        return triton.cdiv(tokens, self.block_m) * triton.cdiv(rows, self.used or self.block_n) * self.pieces
+        return cdiv(tokens, self.block_m) * cdiv(rows, self.used or self.block_n) * self.pieces
 
 
 class Chosen(NamedTuple):
@@ -96,12 +95,10 @@ def multiply_tiles(
     assert config.pieces == 1 or activation is None  # the activation needs the whole sum
     assert chosen is not None or not config.persistent
     rows, used = out.shape[-1] if operand.apart else operand.rows, config.used or config.block_n
-    tokens = out.shape[-2] if chosen is None else len(chosen.groups.choices) // chosen.used
-    items = triton.cdiv(rows, used) * (
-        triton.cdiv(tokens, config.block_m) if chosen is None else len(chosen.groups.tiles)
-    )
+    tokens = out.shape[-2] if chosen is None else chosen.groups.choices.shape[0] // chosen.used
+    items = cdiv(rows, used) * (cdiv(tokens, config.block_m) if chosen is None else chosen.groups.tiles.shape[0])
     programs = min(items, num_multiprocessors(out.device)) if config.persistent else items
-    share = triton.cdiv(triton.cdiv(operand.in_features, config.block_k), config.pieces)
+    share = cdiv(cdiv(operand.in_features, config.block_k), config.pieces)
     _tiles_kernel[(programs, config.pieces)](
         x,
         operand.numbers,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
 
 class Norm(NamedTuple):
@@ -157,7 +157,7 @@ def _launch(
     norm: Norm | None = None,
 ) -> None:
     tokens, size = x.shape[-2:]
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
     _rms_norm_kernel[(tokens,)](
         x,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 from nanoinfer.kernels.ranks.send_receive import empty, inbox_of, receive, send, send_to_all
 
@@ -38,7 +38,7 @@ def all_reduce_add_rms_norm(
     assert stale is None or tokens == 1
     ranks = len(inboxes)
     out, total = torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     # A program sends all its tokens before it waits. One rank owns them all: programs is a multiple of ranks.
     programs = num_multiprocessors(x.device) // ranks * ranks
     _all_reduce_norm_kernel[(min(tokens, programs),)](
@@ -60,7 +60,7 @@ def all_reduce_add_rms_norm(
         ONE_OWNER=one_owner,
         STALE=stale is not None,
         BLOCK=block,
-        RANKS_BLOCK=triton.next_power_of_2(ranks),
+        RANKS_BLOCK=next_power_of_2(ranks),
         num_warps=norm_warps(block),
         **launch_options(x),
     )

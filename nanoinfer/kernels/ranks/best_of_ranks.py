@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
 
@@ -31,7 +31,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop:
         rows,
         RANK=rank,
         RANKS=len(inboxes),
-        BLOCK=triton.next_power_of_2(rows),
+        BLOCK=next_power_of_2(rows),
         **launch_options(scores),
     )
     return out

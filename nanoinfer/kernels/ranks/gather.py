@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, next_power_of_2, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import norm_warps
 from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
@@ -22,7 +22,7 @@ def gather_features(x: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tens
     (tokens, share), ranks = x.shape, len(inboxes)
     assert x.is_contiguous()
     out = torch.empty((tokens, ranks * share), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(share)
+    block = next_power_of_2(share)
     # A program sends all its tokens before it waits, and all programs of all ranks run at once.
     _gather_kernel[(min(tokens, num_multiprocessors(x.device)),)](
         x,

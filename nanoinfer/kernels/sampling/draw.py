@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 
@@ -201,7 +201,7 @@ def _draw_slices(
     lines: MaskedLines | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw the best token of each slice, of rows or of lines; returns its score and its id, both [rows, slices]."""
-    slices = triton.cdiv(logits.shape[1], BLOCK)
+    slices = cdiv(logits.shape[1], BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
     _draw_slice_kernel[(rows, slices)](
@@ -238,7 +238,7 @@ def _choose_slices(
         row_ids,
         places,
         slices,
-        BLOCK=triton.next_power_of_2(slices),
+        BLOCK=next_power_of_2(slices),
         MARKS=marks,
         HAS_PLACES=places is not None,
         **launch_options(best),

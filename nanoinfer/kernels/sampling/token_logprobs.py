@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
 BLOCK = 4096  # tokens in a slice of the vocabulary
 
@@ -48,7 +48,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> TokenLogProbs:
     """token_logprobs as two launches: one reads each slice of the vocabulary, the next puts a row's slices together."""
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
-    slices = triton.cdiv(vocabulary, BLOCK)
+    slices = cdiv(vocabulary, BLOCK)
     largest, sums = torch.empty((2, rows, slices), dtype=torch.float32, device=logits.device)
     counts = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
     _slice_kernel[(rows, slices)](
@@ -67,7 +67,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor) -> TokenLogProbs:
         normalizers,
         slices,
         logits.stride(0),
-        BLOCK=triton.next_power_of_2(slices),
+        BLOCK=next_power_of_2(slices),
         **launch_options(logits),
     )
     return TokenLogProbs(values, ranks, normalizers)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.scores import load_sinks, scores_in_log2
+from nanoinfer.kernels.launch import next_power_of_2
 
 CHUNK = 256  # keys
 TILE_BYTES = 16 << 10  # of keys, and as many of values
@@ -23,7 +24,7 @@ UNSEEN = tl.constexpr(-1e30)  # the score of a key that a query does not see
 
 def tile_of(k_cache: Tensor) -> int:
     """Return how many keys are multiplied at a time; k_cache: [blocks, block_size, kv_heads, head_dim]."""
-    row_bytes = max(16, triton.next_power_of_2(k_cache.shape[3])) * k_cache.itemsize
+    row_bytes = max(16, next_power_of_2(k_cache.shape[3])) * k_cache.itemsize
     return max(16, min(MAX_TILE, TILE_BYTES // row_bytes))
 
 

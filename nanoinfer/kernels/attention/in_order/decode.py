@@ -19,7 +19,7 @@ from nanoinfer.kernels.attention.in_order.chunk import (
 )
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
 COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
 
@@ -53,7 +53,7 @@ def decode_in_order(
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     # The chunks' results of rows that several workers share: a worker begins at most one of these.
     longest = max_context_len if plan.window is None else min(plan.window + CHUNK, max_context_len)
-    places = kv_heads, min(rows, workers), triton.cdiv(longest, CHUNK), group
+    places = kv_heads, min(rows, workers), cdiv(longest, CHUNK), group
     partial = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(workers, kv_heads)](
@@ -86,8 +86,8 @@ def decode_in_order(
         IN_FP8=k_cache.dtype == FP8,
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_G=max(16, next_power_of_2(group)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         **launch_options(q, fused=False),

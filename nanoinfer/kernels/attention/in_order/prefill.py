@@ -10,6 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK, attend_to_chunk, before_keys, join, result, tile_of
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
 
 def prefill_in_order(
@@ -32,7 +33,7 @@ def prefill_in_order(
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     factor, cap = in_log2(scale, softcap)
     queries, warps = (32, 8) if head_dim > 256 else (64, 4)  # of a program: as many as its registers have room for
-    _prefill_kernel[(heads, triton.cdiv(max_query_len, queries), len(context_lens))](
+    _prefill_kernel[(heads, cdiv(max_query_len, queries), len(context_lens))](
         q,
         k_cache,
         v_cache,
@@ -56,7 +57,7 @@ def prefill_in_order(
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
         BLOCK_M=queries,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=warps,
         num_stages=3,
         enable_fp_fusion=False,

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
-from nanoinfer.kernels.launch import can_launch_early, is_recording, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import can_launch_early, cdiv, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, load_block, multiply_tiles, stages_that_fit
@@ -111,7 +111,7 @@ def own_config(x: Fp8Tokens, weight: Fp8Weight, pieces: int = 1) -> TileConfig:
     """Return the configuration for our own kernel, into so many pieces."""
     device, (block_m, block_n) = x.numbers.device, _tile(x.tokens)
     programs = _tiles(x, weight) * pieces
-    together = min(triton.cdiv(programs, num_multiprocessors(device)), RESIDENT)  # on a multiprocessor
+    together = min(cdiv(programs, num_multiprocessors(device)), RESIDENT)  # on a multiprocessor
     stages = stages_that_fit(MAX_STAGES, (block_m + block_n) * BLOCK.value, device, together)
     stages = max(stages, 2)  # with one, nothing would be on its way meanwhile
     return TileConfig(block_m, block_n, BLOCK.value, pieces, WARPS, stages)
@@ -124,7 +124,7 @@ def _tile(tokens: int) -> tuple[int, int]:
 
 def _tiles(x: Fp8Tokens, weight: Fp8Weight) -> int:
     block_m, block_n = _tile(x.tokens)
-    return triton.cdiv(x.tokens, block_m) * triton.cdiv(len(weight.numbers), block_n)
+    return cdiv(x.tokens, block_m) * cdiv(len(weight.numbers), block_n)
 
 
 def has_copies(x: Fp8Tokens) -> bool:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
+from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import MIN_TILE, PER_MULTIPROCESSOR, load_rows
@@ -64,7 +65,7 @@ def fp8_row(weight: Fp8Weight) -> RowOperand:
     """Return the operand of a weight for a single token."""
     assert weight.numbers.is_contiguous()
     *_, rows, in_features = weight.numbers.shape
-    row = triton.next_power_of_2(in_features)
+    row = next_power_of_2(in_features)
     tile = max(2 * MIN_TILE, 2 * row)  # half the bytes of 16 bits; and fewer warps wait for each other
     programs = tile // row, 2 * PER_MULTIPROCESSOR // tile, 4 if tile == 2 * MIN_TILE else 8
     form = Fp8RowForm(*weight.block, weight.numbers.is_cuda)

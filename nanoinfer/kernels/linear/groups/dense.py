@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
-from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
@@ -56,7 +56,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Ten
     rows, groups = weight.scales.shape
     out = torch.empty((rows, weight.in_features), dtype=dtype, device=weight.words.device)
     zeros = weight.zeros
-    _dequantize_kernel[(triton.cdiv(weight.in_features, step), triton.cdiv(rows, ROWS))](
+    _dequantize_kernel[(cdiv(weight.in_features, step), cdiv(rows, ROWS))](
         weight.words,
         readable(weight.scales),
         zeros,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight
-from nanoinfer.kernels.launch import fetch, launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, fetch, launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import store_dots
@@ -39,8 +39,8 @@ def group_row_linear(
     weight_rows, row_words = weight.words.shape
     out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
     zeros, per_word = weight.zeros, 32 // BITS[weight.numbers]
-    inputs = min(INPUTS * per_word // 8, triton.next_power_of_2(weight.in_features))
-    _group_row_kernel[(triton.cdiv(weight_rows, ROWS),)](
+    inputs = min(INPUTS * per_word // 8, next_power_of_2(weight.in_features))
+    _group_row_kernel[(cdiv(weight_rows, ROWS),)](
         x,
         weight.words,
         readable(weight.scales),
@@ -59,7 +59,7 @@ def group_row_linear(
         NATIVE=x.is_cuda,
         BLOCK_N=ROWS,
         BLOCK_K=inputs,
-        LINES=triton.next_power_of_2(triton.cdiv(row_words, LINE.value)),
+        LINES=next_power_of_2(cdiv(row_words, LINE.value)),
         num_warps=WARPS,
         **launch_options(x),
     )

@@ -7,7 +7,7 @@ but sums. The products of an e2m1 and a scale of eight bits are exact in bfloat1
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, scales_are_exact
-from nanoinfer.kernels.launch import fetch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.groups.scales import narrow, readable, widen
 from nanoinfer.kernels.linear.operand import Operand
@@ -57,7 +57,7 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     tokens, weight_rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
 
     def programs(block_m: int, block_n: int) -> int:
-        return triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, block_n)
+        return cdiv(tokens, block_m) * cdiv(weight_rows, block_n)
 
     if tokens > MANY:
         if may_split:
@@ -70,14 +70,14 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     if block_m < 64 and tiles > 2 * multiprocessors:
         return TileConfig(block_m, 128, warps=8, stages=5, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
-    together = triton.cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
+    together = cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
     stages = 8 if together == 1 else 4 if together == 2 else 3
     return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
 
 
 def _pieces(weight: GroupWeight, step: int, most: int) -> int:
     """Return the largest number of equal pieces, up to `most`, of which none is too short."""
-    steps = triton.cdiv(weight.in_features, step)
+    steps = cdiv(weight.in_features, step)
     most = min(most, steps * step // LEAST_INPUTS)
     return max((pieces for pieces in range(1, most + 1) if steps % pieces == 0), default=1)
 
@@ -109,7 +109,7 @@ def one_wave_triton(
     stages = max(min(config.stages, room // stage, (room - tile) // stage + 1), 1)
     epilogue = Epilogue(factors=weight.factors, bias=bias)
     return multiply_tiles(
-        x, operand, replace(config, block_k=step, stages=stages), out, epilogue, activation, fused=not in_order
+        x, operand, config._replace(block_k=step, stages=stages), out, epilogue, activation, fused=not in_order
     )
 
 
@@ -186,16 +186,15 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         x_mask = x_mask & (k[None, :] // GROUP == (column % COLUMNS)[:, None])
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
     acc = tl.zeros([N, M], tl.float32)
-    for start in range(tile.begin, tile.stop, K):
-        first_word = start // PER_WORD
+    for step in range(tile.begin // K, tl.cdiv(tile.stop, K)):
+        place = (step * WORDS + word)[None, :]
         if HOW.whole:
-            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-            words = tl.load(row_ptrs + (first_word + word)[None, :])
+            x = tl.load(x_ptrs + step * K, mask=x_mask, other=0.0)
+            words = tl.load(row_ptrs + place)
         else:
-            x = tl.load(x_ptrs + start, mask=x_mask & (start + k < in_features)[None, :], other=0.0)
-            is_word = (first_word + word < parts.row_words)[None, :]
-            words = tl.load(row_ptrs + (first_word + word)[None, :], mask=is_word, other=0)
-        scales, zeros, after = next_scales, None, start + K
+            x = tl.load(x_ptrs + step * K, mask=x_mask & (step * K + k < in_features)[None, :], other=0.0)
+            words = tl.load(row_ptrs + place, mask=place < parts.row_words, other=0)
+        scales, zeros, after = next_scales, None, (step + 1) * K
         next_scales = load_groups(scale_ptrs, parts.scales_group, after, groups, GROUP, K)
         if parts.zeros is not None:
             zeros = spread(next_zeros.to(tl.int32), WORDS)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
+from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.operand import RowOperand
@@ -65,7 +66,7 @@ def group_row(weight: GroupWeight) -> RowOperand:
     strides = scales_row, scales_group, zeros_row, zeros_group
     parts = GroupRowParts(words, readable(weight.scales), zeros, weight.factors, *strides)
     form = GroupRowForm(weight.numbers, weight.group, words.is_cuda, zeros is not None)
-    block_k = triton.next_power_of_2(weight.in_features)
+    block_k = next_power_of_2(weight.in_features)
     row = block_k * BITS[weight.numbers] // 8  # bytes
     rows = max(TILE // row, 2)
     is_small = rows * row <= TILE and block_k <= LONG

@@ -8,16 +8,14 @@ it does not divide the inputs. Neither is promised anywhere: see linear.in_order
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import num_multiprocessors, recording
+from nanoinfer.kernels.launch import cdiv, num_multiprocessors, recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.fp8.linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_config
 from nanoinfer.kernels.linear.groups.one_wave import BLOCK as GROUP_BLOCK
@@ -181,7 +179,7 @@ def choose_config(x: Tensor, out_features: int) -> TileConfig:
 
     def seconds(config: TileConfig) -> float:
         return (
-            triton.cdiv(config.programs(tokens, out_features), multiprocessors)
+            cdiv(config.programs(tokens, out_features), multiprocessors)
             * config.block_m
             * config.block_n
             * CONFIGS[config]
@@ -194,12 +192,12 @@ def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> TileC
     """Return the tiles for up to FEW_TOKENS tokens: reading the weight takes longest, so all should read evenly."""
     if out_features < FEW.block_n * multiprocessors * MIN_BUSY:
         return NARROW
-    share = triton.cdiv(out_features, multiprocessors * 16) * 16
+    share = cdiv(out_features, multiprocessors * 16) * 16
     if x.shape[1] < MANY_INPUTS or share > WIDE.block_n:
         return FEW
     if share <= FEW.block_n:
-        return replace(FEW, used=share)
-    return replace(WIDE, used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else FEW
+        return FEW._replace(used=share)
+    return WIDE._replace(used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else FEW
 
 
 def _stages(config: TileConfig, x: Tensor, gated: bool) -> int:
@@ -228,6 +226,6 @@ def in_order_triton(
     if out is None:
         out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
     config = config or choose_config(x, out_features)
-    config = replace(config, block_k=config.block_k * 2 // x.itemsize, stages=_stages(config, x, gated))
+    config = config._replace(block_k=config.block_k * 2 // x.itemsize, stages=_stages(config, x, gated))
     multiply_tiles(x, plain_operand(weight), config, out[None], Epilogue(bias=bias), activation)
     return out
