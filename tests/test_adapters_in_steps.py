@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix
 from nanoinfer.parallel.buckets import PART_BYTES, SharedBuckets
-from nanoinfer.runner.adapters.receiver import Receiver, parcel
+from nanoinfer.runner.adapters.receiver import AdapterReceiver, parcel
 from nanoinfer.runner.cuda_graphs import (
     PLAIN,
     DecodeGraphs,
@@ -327,7 +327,7 @@ class TestGraphs:
 
 def test_adapters_come_to_other_ranks_in_several_buckets() -> None:
     """A tensor that is larger than a bucket comes in pieces of rows."""
-    receiver = Receiver(torch.device("cpu"))
+    receiver = AdapterReceiver(torch.device("cpu"))
     large = torch.randn(PART_BYTES // 4 // 64 + 300, 64, dtype=torch.float32)
     sent = {
         "down": LowRank(torch.randn(64, 8), large, 0.5),

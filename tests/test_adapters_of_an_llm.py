@@ -31,7 +31,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, Sampl
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets
 from nanoinfer.replicas.replicas import Replicas
-from nanoinfer.runner.adapters.adapters import Adapters
+from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.weights.adapters import slots
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_adapters": 2}
@@ -356,20 +356,20 @@ def test_a_rank_that_dies_meanwhile_leaves_no_memory_behind(
     llm = make_llm(**OPTIONS, tensor_parallel_size=2)
     (process,) = llm.engine.ranks.workers.processes
     segments: list[Path] = []
-    make, write = buckets.make_segment, Adapters.write
+    make, write = buckets.make_segment, AdapterSlots.write
 
     def note(num_bytes: int, least: int) -> Any:
         memory = make(num_bytes, least)
         segments.append(Path("/dev/shm", memory.name))
         return memory
 
-    def die(self: Adapters, slot: int, adapter: Any) -> None:
+    def die(self: AdapterSlots, slot: int, adapter: Any) -> None:
         process.kill()
         process.join()
         write(self, slot, adapter)
 
     monkeypatch.setattr(buckets, "make_segment", note)
-    monkeypatch.setattr(Adapters, "write", die)
+    monkeypatch.setattr(AdapterSlots, "write", die)
     with pytest.raises(WorkerError, match="rank 1 died"):
         load(llm, "red", red)
     assert [segment.exists() for segment in segments] == [False]

@@ -34,7 +34,7 @@ import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark import figures as figures_command
-from nanoinfer.benchmark.least_steps import Steps, decode_steps
+from nanoinfer.benchmark.least_steps import StepSum, decode_steps
 from nanoinfer.benchmark.output import status_line
 from nanoinfer.benchmark.output.files import check_writable
 from nanoinfer.benchmark.output.plot import binned_rate, plot
@@ -49,7 +49,7 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Description, Experts, Names
+from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.vision.grids import derive
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
@@ -228,7 +228,7 @@ class WeightShape:
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
     mlp_sizes, layer_inputs = (16, 16), None
-    names, formats, head_format, generates = Names(), PLAIN_FORMATS, PLAIN, True
+    names, formats, head_format, generates = ModuleNames(), PLAIN_FORMATS, PLAIN, True
     expert_format = classmethod(Description.expert_format)
 
 
@@ -242,7 +242,7 @@ AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 class Sparse(WeightShape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
-    experts = Experts((True, False), count=4, size=6, routing=Routing(used=1), shared_size=5)
+    experts = MoEConfig((True, False), count=4, size=6, routing=Routing(used=1), shared_size=5)
     mlp_sizes = (0, 16)
 
 
@@ -373,7 +373,7 @@ def test_what_requests_share_takes_blocks_once() -> None:
     samples = bench.Workload([[1] * 9], [4], samples=6)
     for work in (prefix, samples):
         few, many = (decode_steps(work, replace(AMPLE, blocks=blocks), 0) for blocks in (4, 8))
-        assert many == [Steps(3, 18, 0)]
+        assert many == [StepSum(3, 18, 0)]
         assert few[0].rows == 18
     # The prefix takes its blocks in every step, the samples' prompt only while they run.
     assert decode_steps(prefix, replace(AMPLE, blocks=4), 0)[0].count == 18 / 2
@@ -386,14 +386,14 @@ def test_a_window_of_all_layers_bounds_the_blocks() -> None:
     held = [2, 2, 1, 2, 2, 2]
     (steps,) = decode_steps(work, replace(AMPLE, blocks=3, groups=alike(4, window=4).groups), 0)
     assert (steps.count, steps.rows) == (-(-4 * sum(held) // 3), 24)
-    assert decode_steps(work, replace(AMPLE, blocks=8, groups=alike(4, window=4).groups), 0) == [Steps(6, 24, 0)]
+    assert decode_steps(work, replace(AMPLE, blocks=8, groups=alike(4, window=4).groups), 0) == [StepSum(6, 24, 0)]
 
 
 def test_experts_are_read_by_the_fewest_rows_that_fill_a_short_cache() -> None:
     """A row holds up to 3 blocks of 4 tokens, so that at least 2 rows hold 6."""
     work = bench.Workload([[1] * 8] * 8, [5] * 8)
     (steps,) = decode_steps(work, replace(AMPLE, blocks=6), used=0.25)
-    assert steps == Steps(-(-3 * 32 // 6), 32, 16 * (1 - 0.75**2))
+    assert steps == StepSum(-(-3 * 32 // 6), 32, 16 * (1 - 0.75**2))
 
 
 def test_the_steps_of_a_short_cache_by_nano_vllms_workload() -> None:

@@ -27,7 +27,7 @@ from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
-from nanoinfer.models.description import Experts
+from nanoinfer.models.description import MoEConfig
 from nanoinfer.models.ranks import check_ranks_in_order
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
@@ -461,7 +461,7 @@ class TestWhatCannotBe:
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), formats=all_in(Fp8Format()))
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             check_ranks_in_order(model, 2, on_cpu=False)
-        experts = Experts((False, True), count=8, size=192, routing=Routing(used=2))
+        experts = MoEConfig((False, True), count=8, size=192, routing=Routing(used=2))
         check_ranks_in_order(replace(model, hidden_size=256, experts=experts), 2, on_cpu=False)
         for formats in (PLAIN_FORMATS, *map(all_in, (Fp8Format((64, 128)), Fp8Format((None, None))))):
             check_ranks_in_order(replace(model, formats=formats), 2, on_cpu=False)

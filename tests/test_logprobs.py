@@ -21,7 +21,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams
 from nanoinfer.logprob import Candidates
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.lines import Drawn
+from nanoinfer.runner.logits.lines import Sampled
 from nanoinfer.runner.logits.processors import LogitsProcessors
 
 VOCABULARY = 2048  # the bundled model's
@@ -93,7 +93,7 @@ def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]
     extras, token_ids = Extras(), torch.zeros(count, dtype=torch.int32)
     temperatures, seeds = torch.full((count,), params.temperature), torch.arange(count)
     positions = torch.full((count,), 6, dtype=torch.int32)
-    processors.redraw(Drawn(0, logits, token_ids, positions, temperatures, seeds), extras)
+    processors.redraw(Sampled(0, logits, token_ids, positions, temperatures, seeds), extras)
     entries = {key: Candidates(*own) for logprobs in extras.logprobs for key, *own in logprobs.entries()}
     kept = dict(entry for kept_tokens in extras.kept_tokens for entry in kept_tokens.entries())
     for row, tokens in enumerate(histories):

@@ -27,7 +27,7 @@ from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join, normalised
+from nanoinfer.vision.pixels import ImageSource, Pixels, PixelsOnDemand, join, normalised
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
@@ -375,13 +375,13 @@ def test_no_pixels_are_made_ahead_for_later_steps() -> None:
 def test_pixels_are_made_ahead_and_once() -> None:
     made: list[int] = []
 
-    def load(source: Source) -> torch.Tensor:
+    def load(source: ImageSource) -> torch.Tensor:
         made.append(source.image)
         return torch.full((2, 3), source.image, dtype=torch.uint8)
 
     scales = torch.tensor([[1.0] * 3, [2.0] * 3])[..., None].repeat(1, 1, 2)
     grid = {"grid": torch.ones(1, dtype=torch.int64)}
-    sources = [Source("image", number, bytes([number])) for number in range(3)]
+    sources = [ImageSource("image", number, bytes([number])) for number in range(3)]
     wanted = {source.key: PixelsOnDemand(grid, 56, scales, 1, source, load) for source in sources}
     ahead = PixelsAhead(is_pinned=False)
     ahead.look(wanted)

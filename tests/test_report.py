@@ -15,7 +15,14 @@ from nanoinfer import BUNDLED_MODEL, RequestOutput, SampleOutput
 from nanoinfer.batch import run
 from nanoinfer.batch.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
 from nanoinfer.batch.lines import MOST_OF_REASON, Line, LineError
-from nanoinfer.batch.report.report import MOST_BUCKETS, MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT, MOST_RESULTS, Report
+from nanoinfer.batch.report.report import (
+    MOST_BUCKETS,
+    MOST_OF_ID,
+    MOST_OF_PROMPT,
+    MOST_OF_TEXT,
+    MOST_RESULTS,
+    RunReport,
+)
 from nanoinfer.engine.results.step_result import StepResult
 
 
@@ -26,11 +33,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Report:
-    return Report(str(tmp_path / "page.html"))
+def report(tmp_path: Path) -> RunReport:
+    return RunReport(str(tmp_path / "page.html"))
 
 
-def page_of(report: Report, errors: Errors | None = None) -> str:
+def page_of(report: RunReport, errors: Errors | None = None) -> str:
     """The page, of which every tag is closed, and which needs no network."""
     report.write("a run", "done", errors or Errors())
     page = Path(report._file).read_text(encoding="utf-8")
@@ -49,13 +56,13 @@ def rows_of(page: str, table: int) -> list[list[str]]:
     return [[cell.text or "" for cell in row] for row in rows]
 
 
-def take_steps(report: Report, seconds: list[float]) -> None:
+def take_steps(report: RunReport, seconds: list[float]) -> None:
     """Five rows take a step at each of these times."""
     for ready_at in seconds:
         report.step(StepResult([], num_decode_tokens=5, ready_at=ready_at, num_running=5, blocks_used=0.5))
 
 
-def add_result(report: Report, line_id: str | int, prompt: str | None, text: str) -> None:
+def add_result(report: RunReport, line_id: str | int, prompt: str | None, text: str) -> None:
     sample = SampleOutput(
         index=0, text=text, token_ids=[1, 2, 3], finish_reason="length", stop_reason=None, logprobs=None,
         kept_tokens=None, routed_experts=None,
@@ -92,7 +99,7 @@ class TestRun:
         else:
             assert {"tokens/s", "rows", "%", "prompts", "samples"} <= {text.text for text in parsed(page).iter("text")}
 
-    def test_a_long_one_takes_no_more_room(self, report: Report, by_hand: None) -> None:
+    def test_a_long_one_takes_no_more_room(self, report: RunReport, by_hand: None) -> None:
         take_steps(report, [float(second) for second in range(10_000)])
         page = page_of(report)
         assert page.count("<rect") < 3 * MOST_BUCKETS + 3
@@ -102,7 +109,7 @@ class TestRun:
         assert rates[:-1] == pytest.approx([5] * (count - 1), rel=0.02)  # the last stretch has not ended
         assert (set(rows), set(blocks)) == ({5.0}, {50.0})
 
-    def test_it_does_not_look_idle_between_long_steps(self, report: Report, by_hand: None) -> None:
+    def test_it_does_not_look_idle_between_long_steps(self, report: RunReport, by_hand: None) -> None:
         take_steps(report, [0.7 * step for step in range(50)])
         rows = re.findall(r"s: ([\d.]+)</title>", page_of(report).split("Running rows")[1].split("</svg>")[0])
         assert len(rows) > 10
@@ -110,7 +117,7 @@ class TestRun:
 
     def test_names_may_hold_bytes_that_are_no_text(self, tmp_path: Path) -> None:
         """As each name that is not ASCII, where the locale is C."""
-        report = Report(str(tmp_path / "\udcff.html"))
+        report = RunReport(str(tmp_path / "\udcff.html"))
         report.write("in\udcc3\udca9.jsonl", "done", Errors())
         assert r"<title>in\udcc3\udca9.jsonl</title>" in (tmp_path / "\udcff.html").read_text("utf-8")
 
@@ -124,7 +131,7 @@ class TestAxes:
         ("seconds", "name", "last"),
         [(100, "seconds", "80"), *whole_only([(1200, "minutes", "20"), (36_000, "hours", "10")])],
     )
-    def test_they_have_units_and_numbers(self, seconds: int, name: str, last: str, report: Report) -> None:
+    def test_they_have_units_and_numbers(self, seconds: int, name: str, last: str, report: RunReport) -> None:
         take_steps(report, [seconds / 1000 * step for step in range(1000)])
         add_result(report, 1, "ROMEO:", "But soft")
         (svg,) = parsed(page_of(report)).iter("svg")
@@ -133,14 +140,14 @@ class TestAxes:
         assert {"tokens/s", "rows", "%", "prompts", "samples", "tokens", last} <= {*texts}
         assert "KV-cache blocks in use: at most 50 %" in texts
 
-    def test_one_run_has_one_page(self, report: Report) -> None:
+    def test_one_run_has_one_page(self, report: RunReport) -> None:
         take_steps(report, [0.1, 0.2, 0.3])
         page = page_of(report)
         assert page == page_of(report)
         names = re.findall(r'\bid="(.*?)"', page)
         assert len(names) == len({*names}) > 0
 
-    def test_a_users_own_settings_neither_count_nor_change(self, report: Report) -> None:
+    def test_a_users_own_settings_neither_count_nor_change(self, report: RunReport) -> None:
         import matplotlib
 
         take_steps(report, [0.1, 0.2, 0.3])
@@ -149,7 +156,7 @@ class TestAxes:
             assert page_of(report) == expected
             assert matplotlib.rcParams["text.usetex"]
 
-    def test_one_that_is_broken_is_as_none(self, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_is_broken_is_as_none(self, report: RunReport, monkeypatch: pytest.MonkeyPatch) -> None:
         from matplotlib.figure import Figure
 
         def fail(*_: object, **__: object) -> None:
@@ -159,12 +166,12 @@ class TestAxes:
         take_steps(report, [0.1, 0.2, 0.3])
         assert page_of(report).count("<figcaption>") == 3
 
-    def test_a_run_without_steps_has_none(self, report: Report) -> None:
+    def test_a_run_without_steps_has_none(self, report: RunReport) -> None:
         assert "<svg" not in page_of(report)
 
 
 class TestResults:
-    def test_the_page_has_the_beginnings_of_the_first(self, report: Report) -> None:
+    def test_the_page_has_the_beginnings_of_the_first(self, report: RunReport) -> None:
         for line in range(2 * MOST_RESULTS):
             add_result(report, f"{line} {'i' * 1000}", "p" * 1000, "t" * 1000)
         rows = rows_of(page_of(report), 0)
@@ -172,12 +179,12 @@ class TestResults:
         ids = [f"{line} {'i' * (MOST_OF_ID - 2)}..." for line in range(MOST_RESULTS)]
         assert rows == [[line_id, *begins, "3", "length"] for line_id in ids]
 
-    def test_any_text_can_be_shown(self, report: Report) -> None:
+    def test_any_text_can_be_shown(self, report: RunReport) -> None:
         add_result(report, "<b>", "a & \ud800 \x00\x1b\n", "</td><script>\udc00 é🙂")
         (row,) = rows_of(page_of(report), 0)
         assert row[:3] == ["<b>", "a & \\ud800 \\x00\\x1b\n", "</td><script>\\udc00 é🙂"]
 
-    def test_tokens_stand_where_there_is_no_text(self, report: Report) -> None:
+    def test_tokens_stand_where_there_is_no_text(self, report: RunReport) -> None:
         add_result(report, 1, None, "")
         assert rows_of(page_of(report), 0) == [["1", "[5]", "[1, 2, 3]", "3", "length"]]
 
@@ -210,7 +217,7 @@ class TestErrors:
     def test_a_kind_is_what_its_reasons_share(self, kind: str, reasons: list[str]) -> None:
         assert {kind_of(reason) for reason in reasons} == {kind}
 
-    def test_the_page_counts_them_and_shows_the_first_of_each(self, report: Report) -> None:
+    def test_the_page_counts_them_and_shows_the_first_of_each(self, report: RunReport) -> None:
         errors = Errors()
         for number, reason in enumerate(["is no JSON: a", "prompt has 70 tokens: <b>", "prompt has 80 tokens: c"], 1):
             errors.add(error(reason, number))
@@ -230,7 +237,7 @@ class TestErrors:
         assert len(errors) == count
         assert len(errors.messages) == MOST_KEPT
 
-    def test_a_message_has_a_limit(self, report: Report) -> None:
+    def test_a_message_has_a_limit(self, report: RunReport) -> None:
         errors, reason = Errors(), "unknown argument '" + "k" * 100_000
         errors.add(error(reason))
         assert errors.messages == [f"line 1: {reason[:MOST_OF_REASON]}..."]

@@ -23,7 +23,7 @@ from nanoinfer.pooling.cross_encoder import read_cross_encoder
 from nanoinfer.pooling.sentence_model import read_sentence_model
 from nanoinfer.pooling.text_settings import TextSettings
 from nanoinfer.requests.reading.model_texts import ModelTexts
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import TextTokenizer
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
@@ -107,7 +107,7 @@ def changed(folder: Path, target: Path, **files: dict[str, Any]) -> str:
 
 def make_texts(folder: str, task: str, sees: bool = False) -> ModelTexts:
     config: Any = SimpleNamespace(model=folder, tokenizer=None, sees=sees, max_model_len=512)
-    texts = Texts(config, AutoTokenizer.from_pretrained(folder))
+    texts = TextTokenizer(config, AutoTokenizer.from_pretrained(folder))
     return ModelTexts(config, texts, TextSettings.read(folder, task))
 
 

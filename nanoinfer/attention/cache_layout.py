@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.attention.packing import LayerKind, pack
 from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
 
@@ -233,7 +233,7 @@ def lay_out(
     kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
     memory += draft
     layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}
-    packing = pack([Kind(len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
+    packing = pack([LayerKind(len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
     return CacheLayout(
         groups=tuple(CacheGroup(layers[kind], kind, size) for kind, size in zip(kinds, packing.sizes, strict=True)),
         block_size=block_size,

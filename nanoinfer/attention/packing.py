@@ -1,4 +1,4 @@
-"""Packing: the block sizes of several kinds of layers, such that blocks of equal bytes waste little."""
+"""BlockLayout: the block sizes of several kinds of layers, such that blocks of equal bytes waste little."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TRIES = (1, (1,)), (2, (1, 2)), (1, range(1, 9)), (2, range(1, 9)), (4, range(1,
 MOST_TIMES_LARGER = 24  # a prefix than its least size, so that blocks waste little
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers that remember alike: how many they are, and the numbers in the keys of a token in one of them."""
 
     num_layers: int
     numbers: int
 
 
-class Packing(NamedTuple):
+class BlockLayout(NamedTuple):
     """The tokens of a block of each kind, and of a prefix, which each kind's blocks divide.
 
     A block is cut into slices, and each slice into whole pages of one kind: keys or values of a layer.
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
     slices: int
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], prefix_size: int, sizes: Sequence[int]) -> Packing:
+    def of(cls, kinds: Sequence[LayerKind], prefix_size: int, sizes: Sequence[int]) -> BlockLayout:
         """Choose the slices for some block sizes."""
         pages = [kind.numbers * size for kind, size in zip(kinds, sizes, strict=True)]
         used = [2 * kind.num_layers * page for kind, page in zip(kinds, pages, strict=True)]
@@ -43,15 +43,15 @@ class Packing(NamedTuple):
         return cls(1 - min(used) / (slices * slice_numbers), prefix_size, tuple(sizes), slice_numbers, slices)
 
 
-def pack(kinds: Sequence[Kind], block_size: int, unit: int) -> Packing:
+def pack(kinds: Sequence[LayerKind], block_size: int, unit: int) -> BlockLayout:
     """Find the smallest prefix of at least `block_size` tokens with little waste, or else the one with the least.
 
     unit: each kind's blocks have a multiple of so many tokens, or of a part of it where that wastes less
     """
     if len(kinds) == 1:
-        return Packing.of(kinds, block_size, [block_size])
+        return BlockLayout.of(kinds, block_size, [block_size])
     unit *= -(-block_size // MOST_BLOCK_SIZE)
-    best: Packing | None = None
+    best: BlockLayout | None = None
     for parts, most_blocks in TRIES:
         packing = _least_wasteful(kinds, block_size, max(unit // parts, LEAST_UNIT), most_blocks)
         best = packing if best is None else min(best, packing)
@@ -61,14 +61,14 @@ def pack(kinds: Sequence[Kind], block_size: int, unit: int) -> Packing:
     return best
 
 
-def _least_wasteful(kinds: Sequence[Kind], block_size: int, unit: int, most_blocks: Iterable[int]) -> Packing:
+def _least_wasteful(kinds: Sequence[LayerKind], block_size: int, unit: int, most_blocks: Iterable[int]) -> BlockLayout:
     """most_blocks: so many blocks, one of these numbers, a prefix may have of the kind that has the fewest."""
     first = -(-block_size // unit)
-    best: Packing | None = None
+    best: BlockLayout | None = None
     for units in range(first, first * MOST_TIMES_LARGER + 1):
         sizes = [unit * divisor for divisor in _divisors(units)]
         for largest in (units // blocks * unit for blocks in most_blocks if units % blocks == 0):
-            packing = Packing.of(kinds, units * unit, _choose(kinds, sizes, largest))
+            packing = BlockLayout.of(kinds, units * unit, _choose(kinds, sizes, largest))
             if packing.waste <= MOST_WASTE:
                 return packing
             best = packing if best is None else min(best, packing)
@@ -76,7 +76,7 @@ def _least_wasteful(kinds: Sequence[Kind], block_size: int, unit: int, most_bloc
     return best
 
 
-def _choose(kinds: Sequence[Kind], sizes: Sequence[int], largest: int) -> list[int]:
+def _choose(kinds: Sequence[LayerKind], sizes: Sequence[int], largest: int) -> list[int]:
     """Return for each kind the one of the sizes with which its blocks have about the same bytes as the others'.
 
     largest: the size for the kind with the least bytes a token

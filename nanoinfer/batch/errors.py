@@ -31,7 +31,7 @@ def kind_of(reason: str) -> str:
     return " ".join(clause.split())[:MOST_CHARACTERS]
 
 
-class Kind(NamedTuple):
+class ErrorKind(NamedTuple):
     """The errors of one kind: its name, their number, and the message of the first."""
 
     name: str
@@ -63,10 +63,10 @@ class Errors:
         if len(self.messages) < MOST_KEPT:
             self.messages.append(message)
 
-    def kinds(self) -> Iterator[Kind]:
+    def kinds(self) -> Iterator[ErrorKind]:
         """Yield all kinds, those with the most errors first."""
         for name, count in self._counts.most_common():
-            yield Kind(name, count, self._examples[name])
+            yield ErrorKind(name, count, self._examples[name])
 
     def __str__(self) -> str:
         return "errors by kind: " + "; ".join(f"{kind.num_errors:,} {kind.name}" for kind in self.kinds())

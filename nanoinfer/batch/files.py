@@ -71,7 +71,7 @@ def write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-class Lines(Iterator[bytes]):
+class FileLines(Iterator[bytes]):
     """The lines of a file, each with its newline; a last one that is torn has none.
 
     is_torn: such a line was the last, or a compressed file is broken off or damaged. EOFError says the latter, behind

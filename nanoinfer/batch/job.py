@@ -11,13 +11,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
-from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
+from nanoinfer.batch.files import STANDARD, FileLines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.ledger import Ledger, manifest_of
 from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, SomeJob, read_jobs
 from nanoinfer.batch.progress import Progress
-from nanoinfer.batch.report.report import Report
+from nanoinfer.batch.report.report import RunReport
 from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
@@ -146,13 +146,13 @@ def run(
 
 
 @contextmanager
-def _open_input(source: str, target: str) -> Iterator[Lines]:
+def _open_input(source: str, target: str) -> Iterator[FileLines]:
     """Open the input. Raises ValueError if it cannot be read, or is the output too."""
     is_regular(source)
     if STANDARD not in (source, target) and os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError(f"{target}: is the input too; give another output")
     try:
-        lines = Lines(source)
+        lines = FileLines(source)
     except OSError as error:
         raise ValueError(f"{source}: {error.strerror}") from None
     with closing(lines):
@@ -176,14 +176,14 @@ def _open_output(source: str, target: str, said: Mapping[str, Any]) -> Iterator[
         yield ledger.writer, ledger.done
 
 
-def _open_report(file: str, source: str, target: str) -> Report:
+def _open_report(file: str, source: str, target: str) -> RunReport:
     """Open the report. Raises ValueError if it cannot be written, or would take the place of a file of the job."""
     if file == STANDARD:
         raise ValueError(f"report={file!r}: must be a file")
     for what, name in {"input": source, "output": target, "output's manifest": manifest_of(target)}.items():
         if os.path.isfile(file) and os.path.exists(name) and os.path.samefile(file, name):
             raise ValueError(f"report={file!r}: is the {what} too; give another file")
-    return Report(file)
+    return RunReport(file)
 
 
 def _survey(
@@ -191,7 +191,7 @@ def _survey(
 ) -> Survey:
     """Look at the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
     total = bad = num_done = 0
-    with closing(Lines(source)) as lines:
+    with closing(FileLines(source)) as lines:
         for job in read_jobs(lines, done, defaults, seed, models):
             total += 1
             num_done += job is None
@@ -228,7 +228,7 @@ def _fail_all(jobs: Iterable[SomeJob], rows: RowWriter, progress: Progress) -> N
 
 
 @contextmanager
-def _told(progress: Progress, page: Report | None, title: str, llm: LLM | None = None) -> Iterator[None]:
+def _told(progress: Progress, page: RunReport | None, title: str, llm: LLM | None = None) -> Iterator[None]:
     """Say in the end how far the job has come, and write its page. llm: whose stats are said, too"""
     try:
         yield

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
-from nanoinfer.batch.files import Codec, Lines, Writer, codec_of, write_all
+from nanoinfer.batch.files import Codec, FileLines, Writer, codec_of, write_all
 from nanoinfer.batch.lines import digest
 from nanoinfer.checks import short
 
@@ -97,7 +97,7 @@ def _tidy(output: str, codec: Codec | None) -> set[bytes]:
     size, has_errors, part = 0, False, f"{output}.part"
     with suppress(FileNotFoundError):  # a killed process may have left it
         os.unlink(part)
-    with closing(Lines(output)) as lines:
+    with closing(FileLines(output)) as lines:
         for data, row in _whole_rows(output, lines):
             size += len(data)
             if _is_error(row):
@@ -113,14 +113,14 @@ def _tidy(output: str, codec: Codec | None) -> set[bytes]:
 
 def _rewrite(output: str, part: str, codec: Codec | None) -> None:
     """Write an output's results alone into a new file, `part`, and put it in the output's place."""
-    with closing(Lines(output)) as lines, closing(Writer(part, codec)) as writer:
+    with closing(FileLines(output)) as lines, closing(Writer(part, codec)) as writer:
         for data, row in _whole_rows(output, lines):
             if not _is_error(row):
                 writer.write(data)
     os.replace(part, output)
 
 
-def _whole_rows(output: str, lines: Lines) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _whole_rows(output: str, lines: FileLines) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the whole lines of an output, as they are and as JSON."""
     with suppress(EOFError):
         for number, data in enumerate(lines, 1):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.batch.adapters import Models
-from nanoinfer.batch.files import Lines
+from nanoinfer.batch.files import FileLines
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
 from nanoinfer.batch.progress import Progress
-from nanoinfer.batch.report.report import Report
+from nanoinfer.batch.report.report import RunReport
 from nanoinfer.batch.results import result_row
 from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import short
@@ -74,7 +74,7 @@ class Work:
 class Loop:
     """Runs jobs, and hands on their rows as they end."""
 
-    def __init__(self, llm: LLM, model: str, rows: RowWriter, progress: Progress, report: Report | None) -> None:
+    def __init__(self, llm: LLM, model: str, rows: RowWriter, progress: Progress, report: RunReport | None) -> None:
         self._llm = llm
         self._model = model
         self._rows = rows
@@ -83,7 +83,7 @@ class Loop:
         self._coming: deque[tuple[Work, int, ComingRequest]] = deque()  # whose images are not prepared yet
         self._running: dict[int, tuple[Work, int]] = {}  # by request id; the number is its place among the line's
 
-    def run(self, lines: Lines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
+    def run(self, lines: FileLines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
         """Run all jobs, or until somebody presses Ctrl-C. Raises RuntimeError for more than max_errors errors.
 
         jobs: of these lines
@@ -94,7 +94,7 @@ class Loop:
             for _, _, coming in self._coming:
                 coming.cancel()
 
-    def _run(self, lines: Lines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
+    def _run(self, lines: FileLines, jobs: Iterator[SomeJob], interrupts: Interrupts) -> None:
         has_more = True
         while (has_more or self._is_busy) and not interrupts.asked:
             while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._is_busy):

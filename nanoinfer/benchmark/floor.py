@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill_steps
+from nanoinfer.benchmark.least_steps import Limits, StepSum, decode_steps, prefill_steps
 from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.config import Config
@@ -71,7 +71,7 @@ class Floor:
         used = 0.0 if experts is None else experts.used / experts.count
         router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
-        last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
+        last = StepSum(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
         with_logits = (*decode, last) if model.generates else ()
         head, routers = model.vocab_size * model.hidden_size, _router_weights(model)
         dense, expert = _layer_weights(model), _expert_weights(model)

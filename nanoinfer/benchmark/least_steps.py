@@ -27,7 +27,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSum:
     """Some steps, added up.
 
     count: how many they are; rows: the tokens that they compute
@@ -39,7 +39,7 @@ class Steps:
     expert_reads: float
 
 
-def decode_steps(work: Workload, limits: Limits, used: float) -> list[Steps]:
+def decode_steps(work: Workload, limits: Limits, used: float) -> list[StepSum]:
     """Return the decode steps of a workload, those with equally many rows together.
 
     used: the share of the experts that a row uses
@@ -56,19 +56,21 @@ def decode_steps(work: Workload, limits: Limits, used: float) -> list[Steps]:
     room = limits.blocks - shared
     if not longest or (rows[0] <= limits.rows and held.max() <= room):
         counts = zip(*np.unique(rows, return_counts=True), strict=True)
-        return [Steps(int(n), int(n * r), float(n * _share_read(r, used))) for r, n in counts]
+        return [StepSum(int(n), int(n * r), float(n * _share_read(r, used))) for r, n in counts]
     crowded = float(held.sum() / room)  # so many steps have all blocks in use
     count = max(longest, math.ceil(total / limits.rows), math.ceil(crowded))
-    return [Steps(count, total, max(_least_reads(total, limits.rows, used), crowded * _share_read(room / most, used)))]
+    return [
+        StepSum(count, total, max(_least_reads(total, limits.rows, used), crowded * _share_read(room / most, used)))
+    ]
 
 
-def prefill_steps(work: Workload, limits: Limits, used: float) -> Steps:
+def prefill_steps(work: Workload, limits: Limits, used: float) -> StepSum:
     """Return the fewest prefill steps of a workload, added up; a shared prefix is computed once.
 
     used: the share of the experts that a token uses
     """
     tokens = work.tokens_in - work.prefix_len * (len(work.prompts) - work.prefixes)
-    return Steps(math.ceil(tokens / limits.tokens), tokens, _least_reads(tokens, limits.tokens, used))
+    return StepSum(math.ceil(tokens / limits.tokens), tokens, _least_reads(tokens, limits.tokens, used))
 
 
 def _begun_together(work: Workload, groups: Sequence[CacheGroup]) -> tuple[np.ndarray, np.ndarray, int]:

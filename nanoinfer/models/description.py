@@ -26,7 +26,7 @@ Width = Literal["head", "full"]  # the norm of queries and keys goes over each h
 
 
 @dataclass(frozen=True)
-class Names:
+class ModuleNames:
     """The names that a checkpoint gives to a layer's modules. If a norm's name is None, the model has no such norm.
 
     attention_norm, mlp_norm: the norm of a branch's input
@@ -74,7 +74,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """The experts that some layers have in place of one MLP, or beside it. Each token uses a few of them.
 
     layers: for each layer, whether it has experts
@@ -157,7 +157,7 @@ class Description:
     windows: tuple[int | None, ...]
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
-    names: Names = Names()
+    names: ModuleNames = ModuleNames()
     norm_plus_one: bool = False
     qk_norm: Width | None = None
     value_norm: bool = False
@@ -172,7 +172,7 @@ class Description:
     score_cap: float | None = None
     logit_cap: float | None = None
     query_scaling: QueryScaling | None = None
-    experts: Experts | None = None
+    experts: MoEConfig | None = None
     double_from: int | None = None
     layer_inputs: LayerInputSizes | None = None
     module: str = "nanoinfer.models.decoder.Decoder"

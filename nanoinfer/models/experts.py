@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.checks import as_int
 from nanoinfer.kernels.experts.route import Routing
-from nanoinfer.models.description import Experts
+from nanoinfer.models.description import MoEConfig
 from nanoinfer.models.settings import count_of, of_layers, positive, size_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def read_experts(
     shared_size: int | None = None,
     count_field: str = "num_experts",
     used_field: str = "num_experts_per_tok",
-) -> Experts | None:
+) -> MoEConfig | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
     layers: for each layer, whether it has experts
@@ -41,7 +41,7 @@ def read_experts(
         normalised = bool(config.norm_topk_prob)
     routing = Routing(used, normalised=normalised)
     gate = shared_size is not None
-    return Experts(layers, count, size_of(config, size_field), routing, shared_size=shared_size, shared_gate=gate)
+    return MoEConfig(layers, count, size_of(config, size_field), routing, shared_size=shared_size, shared_gate=gate)
 
 
 def read_corrected_experts(
@@ -51,7 +51,7 @@ def read_corrected_experts(
     shared_field: str = "n_shared_experts",
     scale_field: str = "routed_scaling_factor",
     normalised: bool | None = None,
-) -> Experts | None:
+) -> MoEConfig | None:
     """Read experts that are chosen as in DeepSeek-V3 (DeepSeek-AI, 2024); returns None if no layer has any.
 
     layers, count_field, normalised: as for read_experts

@@ -11,7 +11,7 @@ from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint
-from nanoinfer.models.description import Description, Experts
+from nanoinfer.models.description import Description, MoEConfig
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
@@ -73,7 +73,7 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
 
 
 def _make_shared(
-    model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
+    model: Description, prefix: str, experts: MoEConfig, size: int, tp: TensorParallel
 ) -> SharedExpert | GatedSharedExpert:
     modules = tuple(prefix + name for name in model.names.shared_experts)
     unit = _unit_of(size, model, tp)

@@ -36,7 +36,7 @@ from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.settings import SettingsReader
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.start.voice import name_hardware
 from nanoinfer.vision.spans import VisionPrompt
@@ -143,7 +143,7 @@ class Replica:
         tokenizer = load_tokenizer(config, is_replica=True)
         self._requests = Requests(self.engine, tokenizer)
         self._images = ImageInputs(config, tokenizer) if config.sees else None
-        self._settings = SettingsReader(config, Texts(config, tokenizer))
+        self._settings = SettingsReader(config, TextTokenizer(config, tokenizer))
         self._pipe, self._outbox, self._life = pipe, outbox, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0

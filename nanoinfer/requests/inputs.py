@@ -17,7 +17,7 @@ from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
 from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader, check_generates
 from nanoinfer.requests.text.spelling import whole_decoder
-from nanoinfer.requests.text.texts import Texts, check_characters
+from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, take_media
@@ -46,7 +46,7 @@ class Inputs:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
-        self.texts = Texts(config, tokenizer)
+        self.texts = TextTokenizer(config, tokenizer)
         self._settings = SettingsReader(config, self.texts)
         self._images = ImageInputs(config, tokenizer) if config.sees else None
         self._chats = None if tokenizer is None else ChatRenderer(tokenizer, config.sees)

@@ -13,7 +13,7 @@ from nanoinfer.config import Config
 from nanoinfer.grammar.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.text.spelling import token_bytes
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
 class SettingsReader:
     """Checks settings, and makes of them what an engine takes. Raises ValueError for those that cannot work."""
 
-    def __init__(self, config: Config, texts: Texts) -> None:
+    def __init__(self, config: Config, texts: TextTokenizer) -> None:
         self._config = config
         self._texts = texts
         self._grammars: Grammars | None = None  # made for the first request that needs it

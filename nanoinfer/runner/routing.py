@@ -1,4 +1,4 @@
-"""Routing: keeps the experts that the tokens of each step take."""
+"""ExpertChoices: keeps the experts that the tokens of each step take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanoinfer.layers.experts import MixtureOfExperts
 
 
-class Routing:
+class ExpertChoices:
     """The layers with experts of a model. Make it before graphs are captured: they hold the copies that it needs."""
 
     def __init__(self, model: nn.Module, most: int, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ BLOCK_SIZE = 256  # tokens in a block of keys and values
 Tensors = tuple[Tensor, ...]
 
 
-class Packing(NamedTuple):
+class PackedSequences(NamedTuple):
     """Whole sequences, packed one after another, and where their keys and values stand in a paged cache.
 
     lengths: of the sequences, in tokens
@@ -46,7 +46,7 @@ class Packing(NamedTuple):
     lens: Tensor
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> Packing:
+    def of(cls, lengths: list[int], device: torch.device) -> PackedSequences:
         """Pack sequences of these lengths. Each begins a block of its own."""
         lens = torch.tensor(lengths)
         ends, blocks = lens.cumsum(0), -(-lens // BLOCK_SIZE)
@@ -122,7 +122,7 @@ def attend(
     k_norm: Tensor | None,
     cos_sin: Tensor | None,
     heads: Heads,
-    packing: Packing,
+    packing: PackedSequences,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and let each token attend to itself and those before it in its sequence.
 
@@ -177,7 +177,7 @@ def token_logprobs_of(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tens
 
     hidden: [tokens, hidden_size]; weight: [vocabulary, hidden_size]; token_ids: [tokens]
     """
-    out: Tensor = _LogProbs.apply(hidden, weight, token_ids)
+    out: Tensor = _TokenLogProbs.apply(hidden, weight, token_ids)
     return out
 
 
@@ -234,7 +234,7 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *(next(found) if is_wanted else None for is_wanted in wanted)
 
 
-class _LogProbs(torch.autograd.Function):
+class _TokenLogProbs(torch.autograd.Function):
     """Never holds the logits of all tokens: the backward pass computes them again, some at a time."""
 
     @staticmethod

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
-from nanoinfer.models.description import EMBEDDING, HEAD, Description, Names
+from nanoinfer.models.description import EMBEDDING, HEAD, Description, ModuleNames
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.trainer import functions
-from nanoinfer.trainer.functions import Heads, Packing
+from nanoinfer.trainer.functions import Heads, PackedSequences
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.shards import Shard, table_of
 from nanoinfer.weights.sources import FileSource, TensorSource
@@ -117,7 +117,7 @@ def _find_other(model: Description) -> str | None:
         "norms of all heads at once": model.qk_norm == "full",
         "norms whose weights are stored less one": model.norm_plus_one,
         "projections that share a tensor": 1 in (len(model.names.qkv), len(model.names.gate_up)),
-        "norms of a branch's result": model.names != Names(),
+        "norms of a branch's result": model.names != ModuleNames(),
         "factors of its embeddings, branches, logits or queries": model.query_scaling is not None
         or {model.embedding_scale, model.residual_scale, model.logit_scale} != {1.0},
         "other rotations for long sequences": model.long_from is not None,
@@ -159,7 +159,7 @@ class Reference(nn.Module):
         with on_device, torch.autocast(device.type, enabled=False):  # which would change the bits
             with fresh_torch_state():  # nothing here has gradients
                 token_ids = torch.tensor([token for row in rows for token in row], device=device)
-                packing = Packing.of(lengths, device)
+                packing = PackedSequences.of(lengths, device)
             hidden = self.model(token_ids, packing)
             # A token's log-probability comes from the token before it. That of a sequence's last one is not used.
             logprobs = functions.token_logprobs_of(hidden, self.lm_head.weight, token_ids.roll(-1))
@@ -200,11 +200,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(Layer(model, layer, dtype) for layer in range(model.num_layers))
-        self.norm = Norm(model.hidden_size, model.norm_eps, dtype)
+        self.norm = ReferenceNorm(model.hidden_size, model.norm_eps, dtype)
         self.ropes, self.max_model_len = model.ropes, max_model_len
         self._tables: dict[torch.device, dict[Rope, Tensor]] = {}
 
-    def forward(self, token_ids: Tensor, packing: Packing) -> Tensor:
+    def forward(self, token_ids: Tensor, packing: PackedSequences) -> Tensor:
         """Compute hidden states, [tokens, hidden_size]."""
         tables = self._tables_on(token_ids.device)
         x, residual = self.embed_tokens(token_ids), None
@@ -227,13 +227,13 @@ class Layer(nn.Module):
 
     def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
-        self.self_attn = SelfAttention(model, layer, dtype)
-        self.post_attention_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
-        self.mlp = MLP(model, dtype)
+        self.input_layernorm = ReferenceNorm(model.hidden_size, model.norm_eps, dtype)
+        self.self_attn = ReferenceAttention(model, layer, dtype)
+        self.post_attention_layernorm = ReferenceNorm(model.hidden_size, model.norm_eps, dtype)
+        self.mlp = ReferenceMLP(model, dtype)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor | None, packing: Packing
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor | None, packing: PackedSequences
     ) -> tuple[Tensor, Tensor]:
         """Return the MLP's result, not yet added, and the residual stream. x, residual: those of the layer before"""
         normed, residual = self.input_layernorm.add(x, residual)
@@ -242,7 +242,7 @@ class Layer(nn.Module):
         return self.mlp(normed), residual
 
 
-class SelfAttention(nn.Module):
+class ReferenceAttention(nn.Module):
     """Grouped-query attention."""
 
     def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
@@ -254,13 +254,13 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(model.hidden_size, kv_heads * head_dim, model.qkv_bias, dtype=dtype)
         self.o_proj = Linear(heads * head_dim, model.hidden_size, model.o_bias, dtype=dtype)
         self.q_norm, self.k_norm = (
-            None if model.qk_norm is None else Norm(head_dim, model.norm_eps, dtype) for _ in range(2)
+            None if model.qk_norm is None else ReferenceNorm(head_dim, model.norm_eps, dtype) for _ in range(2)
         )
         rope = model.ropes[layer]
         is_interleaved = rope is not None and rope.interleaved
         self.heads = Heads(heads, kv_heads, model.norm_eps, is_interleaved, model.attention_scale, model.windows[layer])
 
-    def forward(self, x: Tensor, cos_sin: Tensor | None, packing: Packing) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor | None, packing: PackedSequences) -> Tensor:
         """Attend within each sequence; both [tokens, hidden_size]."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=1).unflatten(1, (-1, self.head_dim))
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
@@ -268,7 +268,7 @@ class SelfAttention(nn.Module):
         return heads
 
 
-class MLP(nn.Module):
+class ReferenceMLP(nn.Module):
     """The gated MLP."""
 
     def __init__(self, model: Description, dtype: torch.dtype) -> None:
@@ -294,7 +294,7 @@ class Linear(nn.Linear):
         return functions.linear(x, self.weight, self.bias)
 
 
-class Norm(nn.Module):
+class ReferenceNorm(nn.Module):
     """RMSNorm's weight."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:

@@ -15,7 +15,16 @@ from torch import Tensor
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Part, Pixels, PixelsOnDemand, Source, bytes_of, count_values
+from nanoinfer.vision.pixels import (
+    PIXEL_VALUES,
+    SCALES,
+    ImageSource,
+    Pixels,
+    PixelsOnDemand,
+    TowerInput,
+    bytes_of,
+    count_values,
+)
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
@@ -77,9 +86,9 @@ class PreparedImage:
         return bytes_of(self.pixels)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TowerInput, ...]:
         """Itself."""
-        return (Part(self.key, self.count, self.pixels),)
+        return (TowerInput(self.key, self.count, self.pixels),)
 
     @property
     def shapes(self) -> Pixels:
@@ -136,7 +145,7 @@ class ImageProcessor:
             self._of_sizes.keep(size, known)
         if isinstance(source, memoryview):
             source = bytes(source)  # which may be pickled
-        own = Source(name, source, key)
+        own = ImageSource(name, source, key)
         pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, known.count, own, self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
@@ -161,7 +170,7 @@ class ImageProcessor:
     def _setting(self, name: str) -> Any:
         return self._options.get(name, getattr(self._processor, name, None))
 
-    def load(self, source: Source) -> Tensor:
+    def load(self, source: ImageSource) -> Tensor:
         """Return the pixel values, in bytes, of an image that was prepared before, here or in another process."""
         name, given, key = source
         image = np.asarray(self._opener.open(name, given))

@@ -19,7 +19,7 @@ COUNT = "count"  # beside those, too: how many embeddings are made of the image,
 Pixels = Mapping[str, Tensor]
 
 
-class Source(NamedTuple):
+class ImageSource(NamedTuple):
     """An image as a user gave it, as Opener takes it, or a Group of a video's frames.
 
     name: begins the messages of errors; key: as ImageSpan has it
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TowerInput:
     """What a tower encodes by itself: an image, or frames of a video.
 
     key: as ImageSpan has it; count: how many embeddings are made of it; pixels: what the tower takes
@@ -57,8 +57,8 @@ class PixelsOnDemand(Pixels):
         num_bytes: int,
         scales: Tensor,
         count: int,
-        source: Source,
-        load: Callable[[Source], Tensor] | None = None,
+        source: ImageSource,
+        load: Callable[[ImageSource], Tensor] | None = None,
     ) -> None:
         self.num_bytes, self.load = num_bytes, load
         self._others, self._scales, self._count, self._source = others, scales, count, source
@@ -78,7 +78,7 @@ class PixelsOnDemand(Pixels):
     def __len__(self) -> int:
         return 1 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, Source]]:
+    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, ImageSource]]:
         return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._count, self._source)
 
 

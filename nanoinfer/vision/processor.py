@@ -17,7 +17,7 @@ from nanoinfer.checks import check_settings
 from nanoinfer.hub import reason_of
 from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import Pixels, Source
+from nanoinfer.vision.pixels import ImageSource, Pixels
 from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions, Positions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
@@ -36,7 +36,7 @@ NAMES = ("processor_class", "auto_map")
 MOST_SHOWN = 300  # characters of transformers' reason
 
 
-class Kind(NamedTuple):
+class Modality(NamedTuple):
     """A kind of what a prompt may have beside text.
 
     noun: its name
@@ -112,10 +112,10 @@ class VisionProcessor:
         self.images = ImageProcessor(processor, tokenizer, placeholder, self._image_id, for_images, opener)
         self.videos = None if of_videos is None else VideoProcessor(of_videos, tokenizer, options, opener)
         ids = tokenizer.convert_tokens_to_ids(placeholder.text), self._image_id
-        self._kinds = [Kind("image", 1, placeholder.text, *ids, most_images, self.images.prepare)]
+        self._kinds = [Modality("image", 1, placeholder.text, *ids, most_images, self.images.prepare)]
         if of_videos is not None and self.videos is not None:
             ids = (config.video_token_id,) * 2
-            self._kinds.append(Kind("video", 2, of_videos.text, *ids, most_videos, self.videos.prepare))
+            self._kinds.append(Modality("video", 2, of_videos.text, *ids, most_videos, self.videos.prepare))
         self._splitter = re.compile("|".join(re.escape(kind.text) for kind in self._kinds))
 
     def prepare(
@@ -165,7 +165,7 @@ class VisionProcessor:
             if count := text.count(kind.text):
                 raise ValueError(f"{name} has {count} placeholders, {kind.text!r}, and no {kind.noun}: must not")
 
-    def load(self, source: Source) -> Tensor:
+    def load(self, source: ImageSource) -> Tensor:
         """Return the pixel values, in bytes, of what was prepared before, here or in another process."""
         if isinstance(source.image, Group):
             assert self.videos is not None

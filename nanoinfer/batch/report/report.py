@@ -1,4 +1,4 @@
-"""Report: collects what a page shows of a run: its speed, its lengths, its first results and its errors."""
+"""RunReport: collects what a page shows of a run: its speed, its lengths, its first results and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_RESULTS = 10  # that are shown
 MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT = 60, 120, 300  # characters of a result's texts that are shown
 
 
-class Bucket(NamedTuple):
+class TimeBin(NamedTuple):
     """The steps of a stretch of time: their number, their tokens, and the sums of their rows and shares of blocks."""
 
     steps: int = 0
@@ -26,14 +26,14 @@ class Bucket(NamedTuple):
     rows: int = 0
     blocks: float = 0.0
 
-    def plus(self, other: Bucket) -> Bucket:
+    def plus(self, other: TimeBin) -> TimeBin:
         """Return the bucket of both stretches."""
-        return Bucket(
+        return TimeBin(
             self.steps + other.steps, self.tokens + other.tokens, self.rows + other.rows, self.blocks + other.blocks
         )
 
 
-class Report:
+class RunReport:
     """Collects figures of a run, as many for a long one as for a short one, and writes them as a page."""
 
     def __init__(self, file: str) -> None:
@@ -45,7 +45,7 @@ class Report:
         self._file = file
         self._start: float | None = None  # when the first step was done
         self._seconds = 0.1  # of a bucket
-        self._buckets: list[Bucket] = []
+        self._buckets: list[TimeBin] = []
         self._num_replicas = 1  # that have told of a step
         self._prompts: Counter[int] = Counter()  # by the number of bits of their lengths
         self._outputs: Counter[int] = Counter()
@@ -64,8 +64,8 @@ class Report:
             self._seconds *= 2
             self._buckets = _halved(self._buckets)
         index = int(passed / self._seconds)
-        self._buckets += [Bucket()] * (index + 1 - len(self._buckets))
-        self._buckets[index] = self._buckets[index].plus(Bucket(1, tokens, result.num_running, result.blocks_used))
+        self._buckets += [TimeBin()] * (index + 1 - len(self._buckets))
+        self._buckets[index] = self._buckets[index].plus(TimeBin(1, tokens, result.num_running, result.blocks_used))
 
     def add(self, line: Line, output: RequestOutput) -> None:
         """Count a result."""
@@ -100,9 +100,9 @@ class Report:
         ]
 
 
-def _halved(buckets: list[Bucket]) -> list[Bucket]:
+def _halved(buckets: list[TimeBin]) -> list[TimeBin]:
     """Return half as many buckets, of twice the time."""
-    pairs = [*buckets, Bucket()]
+    pairs = [*buckets, TimeBin()]
     return [first.plus(second) for first, second in zip(pairs[::2], pairs[1::2], strict=False)]
 
 

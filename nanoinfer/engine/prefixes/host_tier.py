@@ -13,7 +13,7 @@ from nanoinfer.runner.message import Transfers
 SHORT = 3 / 4  # of all blocks: if nodes have so many, their content is soon to be lost
 
 
-class Room(Protocol):
+class SlotMemory(Protocol):
     """The memory of the slots."""
 
     @property
@@ -34,7 +34,7 @@ class HostTier:
     least recently used one goes when a slot is needed.
     """
 
-    def __init__(self, tree: PrefixTree, blocks: list[Block], offload: Offload, room: Room) -> None:
+    def __init__(self, tree: PrefixTree, blocks: list[Block], offload: Offload, room: SlotMemory) -> None:
         self._tree, self._blocks, self._offload, self._room = tree, blocks, offload, room
         self._used: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # what slots hold: a node, and the place in it
         self._free: list[int] = []

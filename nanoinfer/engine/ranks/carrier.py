@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.parallel.buckets import Buckets, room_for
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.runner.adapters.adapters import Adapters
+from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.adapters.receiver import parcel
 from nanoinfer.weights.adapters.low_rank import Adapter
 
@@ -30,7 +30,7 @@ class AdapterCarrier:
             else:
                 self._write_everywhere(slot, adapter, adapters, buckets)
 
-    def _write_everywhere(self, slot: int, adapter: Adapter, adapters: Adapters, buckets: Buckets) -> None:
+    def _write_everywhere(self, slot: int, adapter: Adapter, adapters: AdapterSlots, buckets: Buckets) -> None:
         """Send an adapter to the other ranks, which write it when this one has done so."""
         tensors, scales = parcel(adapter), None
         try:

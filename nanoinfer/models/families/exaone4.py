@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import listed_layers, read_corrected_experts
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
@@ -16,7 +16,7 @@ from nanoinfer.models.settings import head_dim_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+NAMES = ModuleNames(
     attention_norm=None,
     attention_post_norm="post_attention_layernorm",
     mlp_norm=None,
@@ -24,7 +24,7 @@ NAMES = Names(
 )
 
 
-MOE_NAMES = Names(
+MOE_NAMES = ModuleNames(
     corrections=("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
     shared_experts=("mlp.shared_experts",),
 )

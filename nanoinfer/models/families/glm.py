@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, refuse_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GATE_UP = ("mlp.gate_up_proj",)
-GLM4_NAMES = Names(
+GLM4_NAMES = ModuleNames(
     attention_norm="input_layernorm",
     attention_post_norm="post_self_attn_layernorm",
     mlp_norm="post_attention_layernorm",
@@ -23,7 +23,7 @@ GLM4_NAMES = Names(
 
 def describe_glm(config: PretrainedConfig) -> Description:
     """Describe a model of the first GLM-4 checkpoints: norms stand before the branches alone."""
-    return _describe(config, Names(gate_up=GATE_UP))
+    return _describe(config, ModuleNames(gate_up=GATE_UP))
 
 
 def describe_glm4(config: PretrainedConfig) -> Description:
@@ -31,7 +31,7 @@ def describe_glm4(config: PretrainedConfig) -> Description:
     return _describe(config, GLM4_NAMES)
 
 
-def _describe(config: PretrainedConfig, names: Names) -> Description:
+def _describe(config: PretrainedConfig, names: ModuleNames) -> Description:
     refuse_windows(config)
     rope = read_rope(config, read_rotary_dim(config), interleaved=True)
     return describe_common(

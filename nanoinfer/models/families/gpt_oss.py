@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.kernels.linear.activation import ClampedSwiGLU
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.settings import positive
@@ -14,7 +14,7 @@ from nanoinfer.models.settings import positive
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(routers=("mlp.router",), paired_experts=True)
+NAMES = ModuleNames(routers=("mlp.router",), paired_experts=True)
 
 
 def describe(config: PretrainedConfig) -> Description:

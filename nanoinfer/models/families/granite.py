@@ -9,7 +9,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.rotary import Rope
-from nanoinfer.models.description import Description, Experts, Names
+from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-MOE_NAMES = Names(
+MOE_NAMES = ModuleNames(
     routers=("block_sparse_moe.router.layer", "block_sparse_moe.router"),
     expert="block_sparse_moe.experts.{}",
     expert_stacks=(
@@ -51,7 +51,7 @@ def describe_moe_swa(config: PretrainedConfig) -> Description:
     return _describe(config, config.sliding_window, **own)
 
 
-def _read_experts(config: PretrainedConfig) -> Experts | None:
+def _read_experts(config: PretrainedConfig) -> MoEConfig | None:
     layers = (True,) * config.num_hidden_layers
     return read_experts(config, layers, "intermediate_size", normalised=True, count_field="num_local_experts")
 

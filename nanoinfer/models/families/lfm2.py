@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.short_convolution import ShortConvolution
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts, sparse_from
 from nanoinfer.models.reading import describe_common, read_mixers, read_width
 from nanoinfer.models.rope import read_rope
@@ -18,7 +18,7 @@ from nanoinfer.models.settings import head_dim_of, positive, size_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+NAMES = ModuleNames(
     attention_norm="operator_norm",
     mlp_norm="ffn_norm",
     last_norm="model.embedding_norm",

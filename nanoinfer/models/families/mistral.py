@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.heads import QueryScaling
 from nanoinfer.models.reading import describe_common, read_windows, same_windows
@@ -17,7 +17,7 @@ from nanoinfer.models.settings import positive
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MIXTRAL_NAMES = Names(
+MIXTRAL_NAMES = ModuleNames(
     routers=("block_sparse_moe.gate", "mlp.gate"),
     expert="block_sparse_moe.experts.{}",
     expert_gate="w1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, same_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
 
@@ -17,7 +17,7 @@ def describe(config: PretrainedConfig) -> Description:
     rope = read_rope(config, read_rotary_dim(config), types=("default", "longrope"))
     return describe_common(
         config,
-        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        names=ModuleNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
         windows=same_windows(config),
         ropes=(rope,) * config.num_hidden_layers,
     )

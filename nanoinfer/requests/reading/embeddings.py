@@ -18,7 +18,7 @@ from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import Asked
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import EmbeddingOutput, facts_of
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import TextTokenizer
 
 SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.normalize counts it
 
@@ -26,7 +26,7 @@ SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.nor
 class Embeddings:
     """Makes embeddings of what steps read, on the host in float32."""
 
-    def __init__(self, config: Config, texts: Texts) -> None:
+    def __init__(self, config: Config, texts: TextTokenizer) -> None:
         self._config, self._texts = config, texts
 
     @cached_property

@@ -23,7 +23,7 @@ from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
-from nanoinfer.requests.reading.pairs import Pairs, check_documents
+from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
@@ -47,8 +47,8 @@ class ReadsTexts(LoadsAdapters):
         return Classes(self.config)
 
     @cached_property
-    def _pairs(self) -> Pairs:
-        return Pairs(self.config, self._inputs.texts)
+    def _pairs(self) -> TextPairs:
+        return TextPairs(self.config, self._inputs.texts)
 
     @overload
     def embed(

@@ -11,7 +11,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.pooling.text_settings import FLAT, TextSettings
-from nanoinfer.requests.text.texts import Texts
+from nanoinfer.requests.text.texts import TextTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ class ModelTexts:
     There must be a tokenizer. Raises ValueError for what it does not take, or its chat template.
     """
 
-    def __init__(self, config: Config, texts: Texts, settings: TextSettings) -> None:
+    def __init__(self, config: Config, texts: TextTokenizer, settings: TextSettings) -> None:
         self._config, self._texts, self._settings = config, texts, settings
         self._end_of = lru_cache(MOST_ENDS)(self._find_end)
 

@@ -1,4 +1,4 @@
-"""Pairs: a query and a document as one prompt, in Qwen3-Reranker's form or as a classifier's tokenizer joins them."""
+"""TextPairs: a query and a document as one prompt, in Qwen3-Reranker's form or as a classifier's tokenizer does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.pooling.read import Read
 from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
-from nanoinfer.requests.text.texts import Texts, check_characters
+from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 
 BEGIN = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
@@ -26,14 +26,14 @@ NEEDED = ("<|im_start|>", "<|im_end|>", *ANSWERS)  # tokens
 MOST_SHOWN = 60  # characters of a text in an error message
 
 
-class Pairs:
+class TextPairs:
     """Makes prompts of pairs, and scores of what steps read of them.
 
     sentence-transformers' files say how. Without them, a classifier's tokenizer joins a pair, and any other model gets
     the form of Qwen3-Reranker's model card: "yes" or "no" would follow, if it generated.
     """
 
-    def __init__(self, config: Config, texts: Texts) -> None:
+    def __init__(self, config: Config, texts: TextTokenizer) -> None:
         self._config, self._texts = config, texts
 
     @cached_property

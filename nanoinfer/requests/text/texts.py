@@ -1,4 +1,4 @@
-"""Texts: what becomes of texts by an LLM's tokenizer, which may be missing."""
+"""TextTokenizer: what becomes of texts by an LLM's tokenizer, which may be missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_characters(name: str, text: str) -> None:
         ) from None
 
 
-class Texts:
+class TextTokenizer:
     """Makes tokens of texts. Raises ValueError for what a tokenizer cannot do, or for want of one.
 
     tokenizer: the LLM's; None: there is none

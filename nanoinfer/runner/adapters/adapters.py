@@ -1,4 +1,4 @@
-"""Adapters: those that a rank holds, and which of them the rows of a step name."""
+"""AdapterSlots: those that a rank holds, and which of them the rows of a step name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanoinfer.parallel.buckets import Bucket
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.process.torch_state import default_dtype
-from nanoinfer.runner.adapters.receiver import Receiver
+from nanoinfer.runner.adapters.receiver import AdapterReceiver
 from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
 from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.modules import Modules
@@ -30,7 +30,7 @@ from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section
 
 
-class Adapters:
+class AdapterSlots:
     """The slots beside all matrices of a rank's model, numbered from 0; -1 stands for no adapter.
 
     reader: reads adapters for this model, and checks them
@@ -39,7 +39,7 @@ class Adapters:
     def __init__(self, model: CausalLM, config: Config, tp: TensorParallel, device: torch.device) -> None:
         """Put empty slots beside the matrices of a model that has just been built, on torch's default device."""
         self._tp, self._device = tp, device
-        self._receiver = Receiver(device)
+        self._receiver = AdapterReceiver(device)
         self._count, self._rank = config.max_adapters, slot_rank(config.max_adapter_rank)
         self._slots: list[Slots] = []
         self._step = StepRows()

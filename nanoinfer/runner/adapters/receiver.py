@@ -1,4 +1,4 @@
-"""Receiver: the end of an adapter's way from rank 0 to another rank."""
+"""AdapterReceiver: the end of an adapter's way from rank 0 to another rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
 
 
 def parcel(adapter: Adapter) -> dict[str, Tensor]:
-    """Return an adapter's tensors by names, as `Receiver` takes them."""
+    """Return an adapter's tensors by names, as `AdapterReceiver` takes them."""
     return {f"{module}.{which}": getattr(update, which) for module, update in adapter.items() for which in "ab"}
 
 
-class Receiver:
+class AdapterReceiver:
     """Gathers the tensors of one adapter at a time on this rank's device."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from nanoinfer.runner.drafting.draft_steps import DraftSteps
 from nanoinfer.runner.drafting.proposer import OneForAll, Proposer, TextProposer
 from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
-from nanoinfer.runner.logits.lines import Drawn
+from nanoinfer.runner.logits.lines import Sampled
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.plan import total_bytes
 from nanoinfer.runner.message import DecodeMessage, StepMessage
@@ -144,14 +144,14 @@ class Verifier:
         rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
         accept_guesses(drawn, places, rows, self.kept[:num_rows])
 
-    def redraw(self, places: Places, logits: Tensor, again: Callable[[Drawn], Tensor]) -> None:
+    def redraw(self, places: Places, logits: Tensor, again: Callable[[Sampled], Tensor]) -> None:
         """Draw again for the rows of the newest step that want more than a temperature, and keep what holds then.
 
         logits: those of all places; again: returns new draws for all places, [places] int32
         """
         batch, token_ids = self._batch, places.drawn.clamp(min=0)
         how = places.positions + 1, batch.temperatures, batch.seeds, places
-        redrawn = again(Drawn(0, logits, token_ids, *how, has_all=not self._skips_empty))
+        redrawn = again(Sampled(0, logits, token_ids, *how, has_all=not self._skips_empty))
         self.accept(places, places.drawn.where(places.drawn < 0, redrawn))
 
 

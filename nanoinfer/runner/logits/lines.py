@@ -14,7 +14,7 @@ Which = Tensor | slice
 EACH = slice(None)  # one line for each row, in their order
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """What a step has drawn by temperature alone.
 
     first_row: the first of its rows; a plain step has a place for each row from this one on

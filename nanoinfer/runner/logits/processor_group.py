@@ -12,7 +12,7 @@ from nanoinfer.kernels.drafting.lines import find_lines
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
-from nanoinfer.runner.logits.lines import EACH, Drawn, Lines, Which
+from nanoinfer.runner.logits.lines import EACH, Lines, Sampled, Which
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.settings import (
     BANS,
@@ -75,7 +75,7 @@ class LogitsProcessorGroup:
             (is_early, self._changes, self._bans, self._masks, self._cutoff_settings, self.asks, self.asks_kept)
         )
 
-    def lines(self, drawn: Drawn, max_guesses: int, masks: Tensor | None) -> Lines:
+    def lines(self, drawn: Sampled, max_guesses: int, masks: Tensor | None) -> Lines:
         """Return the group's lines of a step; max_guesses: of a row; masks: one for each line, if it is guided."""
         places, rows = drawn.places, self.row_numbers
         if places is None:
@@ -90,7 +90,7 @@ class LogitsProcessorGroup:
             self._of_rows = self._ints(numbers.get(row, -1) for row in range(num_rows))
         return Lines(*find_lines(places, rows, self._of_rows, count), masks)
 
-    def select(self, drawn: Drawn, lines: Lines) -> Tensor:
+    def select(self, drawn: Sampled, lines: Lines) -> Tensor:
         """Return these lines of the logits; a view if they are those of rows that follow each other."""
         first = self._numbers[0]
         if isinstance(lines.rows, slice) and self._numbers == list(range(first, first + len(self._numbers))):

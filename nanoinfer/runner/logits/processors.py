@@ -18,7 +18,7 @@ from nanoinfer.kernels.sampling.draw import MaskedLines, draw, draw_masked
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
-from nanoinfer.runner.logits.lines import Drawn, Lines
+from nanoinfer.runner.logits.lines import Lines, Sampled
 from nanoinfer.runner.logits.logprobs import FEW, LogProbs
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.logits.settings import changes_logits, is_plain, needs_tokens
@@ -107,7 +107,7 @@ class LogitsProcessors:
         if needs_tokens(message.params):
             self._history.join(row, message.token_ids)
 
-    def redraw(self, drawn: Drawn, extras: Extras, masks: MaskMessage | None = None) -> Tensor:
+    def redraw(self, drawn: Sampled, extras: Extras, masks: MaskMessage | None = None) -> Tensor:
         """Draw again for the rows of `wanted`, from drawn.first_row on.
 
         Returns the tokens of all places, [places] int32, NONE_LEFT where no token was left.
@@ -144,7 +144,7 @@ class LogitsProcessors:
         self,
         group: LogitsProcessorGroup,
         lines: Lines,
-        drawn: Drawn,
+        drawn: Sampled,
         none_left: Tensor,
         extras: Extras,
     ) -> None:
@@ -174,10 +174,10 @@ class LogitsProcessors:
             logits = kept if self.is_processed else logits
         extras.logprobs += group.logprobs(logits, token_ids, lines, drawn.first_row)
 
-    def _redraw_masked(self, group: LogitsProcessorGroup, lines: Lines, drawn: Drawn, none_left: Tensor) -> None:
+    def _redraw_masked(self, group: LogitsProcessorGroup, lines: Lines, drawn: Sampled, none_left: Tensor) -> None:
         """Draw all lines of a group again that has masks alone; the arguments are those of `_redraw`."""
         assert lines.masks is not None
-        rows = lines.places if drawn.places is None else group.row_numbers[lines.rows]  # see Drawn.first_row
+        rows = lines.places if drawn.places is None else group.row_numbers[lines.rows]  # see Sampled.first_row
         masked = MaskedLines(lines.places, rows, lines.masks)
         draw_masked(drawn.logits, drawn.temperatures, drawn.seeds, drawn.positions, masked, drawn.token_ids, none_left)
 

@@ -14,13 +14,13 @@ from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
-from nanoinfer.runner.adapters.adapters import Adapters
+from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
 from nanoinfer.runner.images import Images
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
-from nanoinfer.runner.routing import Routing
+from nanoinfer.runner.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.weight_writer import WeightWriter
 from nanoinfer.vision.tower import TransformersTower
@@ -61,9 +61,9 @@ class Holdings:
         self._config, self._backend, self._tp, self._device = config, backend, tp, device
         self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
-        self.adapters: Adapters | None = None
+        self.adapters: AdapterSlots | None = None
         self.images: Images | None = None
-        self.routing: Routing | None = None
+        self.routing: ExpertChoices | None = None
         self.weights = self._build()
         self.draft = None if config.draft is None else self._build_draft(config.draft)
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
@@ -83,7 +83,7 @@ class Holdings:
             self._put_adapters()
         if config.routed_experts and self._has_host:
             assert description.experts is not None
-            self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
+            self.routing = ExpertChoices(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         return WeightWriter(self.model, self.tower, self._tp, self._device)
 
     def _build_draft(self, draft: Draft) -> DraftWeights:
@@ -101,7 +101,7 @@ class Holdings:
     def _put_adapters(self) -> None:
         """Put empty slots for adapters beside the model, which sleep gives back as it does weights."""
         with self._device, nullcontext() if self._lender is None else self._lender.for_weights():
-            self.adapters = Adapters(self.model, self._config, self._tp, self._device)
+            self.adapters = AdapterSlots(self.model, self._config, self._tp, self._device)
         self.model_bytes += self.adapters.num_bytes
 
     def _build_tower(self) -> TransformersTower | None:

@@ -17,7 +17,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.lines import Drawn
+from nanoinfer.runner.logits.lines import Sampled
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
@@ -188,7 +188,7 @@ class Steps:
             return batch.drawn[rows]
         # The rows have advanced: batch.positions are those of the drawn tokens.
         how = batch.last_tokens[rows], batch.positions[rows], batch.temperatures[rows], batch.seeds[rows]
-        redrawn = again(Drawn(rows.start, logits, *how))
+        redrawn = again(Sampled(rows.start, logits, *how))
         return batch.drawn[rows].where(batch.drawn[rows] < 0, redrawn)
 
     def extras(self, num_tokens: int) -> Extras:

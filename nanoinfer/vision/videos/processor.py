@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.image_processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, largest_shape, scales_of
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import GRIDS, Part, PixelsOnDemand, Source
+from nanoinfer.vision.pixels import GRIDS, ImageSource, PixelsOnDemand, TowerInput
 from nanoinfer.vision.videos.clip import check_fps, read_clip
 from nanoinfer.vision.videos.kinds import VideoKind
 from nanoinfer.vision.videos.settings import EDGES, VideoSettings
@@ -54,7 +54,7 @@ class PreparedVideo:
 
     text: str
     token_ids: list[int]
-    parts: tuple[Part, ...]
+    parts: tuple[TowerInput, ...]
     grid: tuple[int, int, int]
     interval: float
 
@@ -118,7 +118,7 @@ class VideoProcessor:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return PreparedVideo(text, token_ids, tuple(parts), (len(parts), rows, columns), interval)
 
-    def largest(self) -> Part:
+    def largest(self) -> TowerInput:
         """Return what is made of blank frames so large that of no more frames at once more is made."""
         settings = self._settings
         height, width = largest_shape(settings.most_pixels // settings.side**2, settings.side)
@@ -127,7 +127,7 @@ class VideoProcessor:
             BLANK, Group(0, (blank,) * settings.temporal_patch_size, (height, width), 0.0), (width, height)
         )
 
-    def load(self, source: Source) -> Tensor:
+    def load(self, source: ImageSource) -> Tensor:
         """Return the pixel values, in bytes, of frames that were prepared before, here or in another process."""
         name, group, key = source
         images = self._open(name, group)
@@ -154,7 +154,7 @@ class VideoProcessor:
         except ValueError as error:
             raise ValueError(f"{name} has {frames} frames of {width} x {height} pixels: {error}") from None
 
-    def _part(self, name: str, group: Group, size: tuple[int, int]) -> Part:
+    def _part(self, name: str, group: Group, size: tuple[int, int]) -> TowerInput:
         """Return what a tower is told of a group of frames, each of which must have a size, width and height."""
         images = self._open(name, group)
         for place, image in enumerate(images, group.begin):
@@ -168,8 +168,8 @@ class VideoProcessor:
         others = {GRIDS: torch.tensor([[1, rows, columns]])}
         num_bytes = FLOAT_BYTES * CHANNELS * len(images) * height * width + others[GRIDS].nbytes
         count = rows * columns // settings.merge_size**2
-        own = Source(name, group, self._key(images, group))
-        return Part(own.key, count, PixelsOnDemand(others, num_bytes, self._scales, count, own, self.load))
+        own = ImageSource(name, group, self._key(images, group))
+        return TowerInput(own.key, count, PixelsOnDemand(others, num_bytes, self._scales, count, own, self.load))
 
     def _open(self, name: str, group: Group) -> list[Image]:
         frames = enumerate(group.frames, group.begin)

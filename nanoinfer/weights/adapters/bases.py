@@ -23,7 +23,7 @@ def slot_rank(max_rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class BaseRows:
     """Neighbouring rows of a base that one tensor of a checkpoint fills.
 
     module: the tensor's, as the checkpoint names it
@@ -54,13 +54,13 @@ class Base:
     inputs: int
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BaseRows, ...]:
         """Each run of sections of one tensor."""
         placed, first = [], 0
         for section in self.sections:
             placed.append((section, slice(first, first + section.rows)))
             first += section.rows
-        return tuple(Part(name, tuple(run)) for name, run in groupby(placed, lambda pair: pair[0].name))
+        return tuple(BaseRows(name, tuple(run)) for name, run in groupby(placed, lambda pair: pair[0].name))
 
     @property
     def part_rows(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}  # end the names of what weig
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """A stack of one matrix for each expert of a layer, as transformers holds them since its version 5.
 
     parameter: its name in the module
@@ -58,7 +58,7 @@ class Modules:
 
     def __init__(self, model: nn.Module, bases: Bases) -> None:
         self.shapes = {section.name: section.shape for base in bases for section in base.sections}
-        self.stacks: dict[str, list[Stack]] = {}
+        self.stacks: dict[str, list[ExpertStack]] = {}
         for experts in bases.of_experts:
             for module, stack in _stacks(experts.tensors, experts.sizes):
                 self.stacks.setdefault(module, []).append(stack)
@@ -91,7 +91,7 @@ class Modules:
         return f"{name} is no matrix that may have an adapter; such are {', '.join(like)}. Train without it, or {MERGE}"
 
 
-def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, Stack]]:
+def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, ExpertStack]]:
     """Yield each stack that may hold a layer's experts, and the module that has it."""
 
     def of_experts(*projections: str) -> list[tuple[str, ...]]:
@@ -102,7 +102,7 @@ def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, S
     for pair in tensors.stacks:
         for stack, shape, modules in zip(pair, shapes, (halves, downs), strict=True):
             module, _, parameter = stack.rpartition(".")
-            yield module, Stack(parameter, shape, modules, by_turns=tensors.paired)
+            yield module, ExpertStack(parameter, shape, modules, by_turns=tensors.paired)
 
 
 def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
-from nanoinfer.weights.adapters.modules import Modules, Stack
+from nanoinfer.weights.adapters.modules import ExpertStack, Modules
 from nanoinfer.weights.adapters.pairs import Pair, find_pairs
 from nanoinfer.weights.adapters.source import AdapterSource
 
@@ -22,7 +22,7 @@ class _Place(NamedTuple):
     a, b: which tensors they are, by number
     """
 
-    target: str | Stack
+    target: str | ExpertStack
     a: int
     b: int
     scale: float
@@ -78,7 +78,7 @@ class AdapterReader:
             raise ValueError("has no tensors named lora_A and lora_B")
         return places
 
-    def _target(self, pair: Pair, config: AdapterConfig) -> tuple[str | Stack, float]:
+    def _target(self, pair: Pair, config: AdapterConfig) -> tuple[str | ExpertStack, float]:
         """Return what one pair of tensors adds to, and the factor of what it adds."""
         known, named = self.modules.find(pair.module), pair.module
         stacks = self.modules.stacks.get(known)
@@ -121,7 +121,7 @@ def _gather(source: AdapterSource, places: list[_Place]) -> Adapter:
     return adapter
 
 
-def _fitting(pair: Pair, stacks: list[Stack]) -> Stack:
+def _fitting(pair: Pair, stacks: list[ExpertStack]) -> ExpertStack:
     """Return the stack that the tensors fit: PEFT does not name it. No layer has two stacks of one shape."""
     for stack in stacks:
         if (*pair.b.shape[:1], *pair.a.shape[1:]) == stack.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
@@ -12,13 +12,13 @@ from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, r
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+NAMES = ModuleNames(
     attention_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-VAULT_NAMES = Names(mlp_norm="pre_feedforward_layernorm")
+VAULT_NAMES = ModuleNames(mlp_norm="pre_feedforward_layernorm")
 
 
 def describe_gemma(config: PretrainedConfig) -> Description:
@@ -43,12 +43,12 @@ def describe_gemma3(config: PretrainedConfig) -> Description:
     return _describe_windowed(config, NAMES, ropes=tuple(ropes[kind] for kind in config.layer_types), qk_norm="head")
 
 
-def _describe_capped(config: PretrainedConfig, names: Names) -> Description:
+def _describe_capped(config: PretrainedConfig, names: ModuleNames) -> Description:
     score_cap = positive_or_none("attn_logit_softcapping", config.attn_logit_softcapping)
     return _describe_windowed(config, names, score_cap=score_cap)
 
 
-def _describe_windowed(config: PretrainedConfig, names: Names, **own: Any) -> Description:
+def _describe_windowed(config: PretrainedConfig, names: ModuleNames, **own: Any) -> Description:
     return _describe(
         config,
         "hidden_activation",

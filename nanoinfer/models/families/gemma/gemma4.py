@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import as_int
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
-from nanoinfer.models.description import Description, Experts
+from nanoinfer.models.description import Description, MoEConfig
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.gemma import gemma
 from nanoinfer.models.heads import KVHeads
@@ -109,7 +109,7 @@ def _read_layer_inputs(config: PretrainedConfig) -> LayerInputSizes | None:
     return replace(INPUTS, size=size, image_token=config.pad_token_id or 0)
 
 
-def _read_experts(config: PretrainedConfig) -> Experts | None:
+def _read_experts(config: PretrainedConfig) -> MoEConfig | None:
     if not getattr(config, "enable_moe_block", False):
         return None
     layers = (True,) * config.num_hidden_layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_corrected_experts, sparse_from
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
@@ -14,7 +14,7 @@ from nanoinfer.models.settings import head_dim_of, positive, refuse
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+NAMES = ModuleNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_mlp_layernorm",
     mlp_post_norm="post_mlp_layernorm",

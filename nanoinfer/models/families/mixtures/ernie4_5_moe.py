@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Experts, Names
+from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, refuse_windows
 from nanoinfer.models.rope import read_rope
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CORRECTION = "moe_statics.e_score_correction_bias"
-NAMES = Names(
+NAMES = ModuleNames(
     corrections=(f"mlp.{CORRECTION}", f"mlp.gate.{CORRECTION}"),
     correction_is_row=True,
     shared_experts=("mlp.shared_experts",),
@@ -35,7 +35,7 @@ def describe(config: PretrainedConfig) -> Description:
     )
 
 
-def _read_experts(config: PretrainedConfig) -> Experts | None:
+def _read_experts(config: PretrainedConfig) -> MoEConfig | None:
     step = size_of(config, "moe_layer_interval")
     first, last = count_of(config, "moe_layer_start_index"), count_of(config, "moe_layer_end_index")
     layers = tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(config.num_hidden_layers))

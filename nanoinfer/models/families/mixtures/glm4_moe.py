@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_corrected_experts, sparse_from
 from nanoinfer.models.reading import describe_common, guessing_layers, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
@@ -16,7 +16,7 @@ from nanoinfer.models.settings import count_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(shared_experts=("mlp.shared_experts",))
+NAMES = ModuleNames(shared_experts=("mlp.shared_experts",))
 
 
 def describe(config: PretrainedConfig) -> Description:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import listed_layers, read_corrected_experts
 from nanoinfer.models.reading import describe_common, guessing_layers, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+NAMES = ModuleNames(
     routers=("mlp.router.gate", "mlp.gate"),
     corrections=("mlp.expert_bias", "mlp.e_score_correction_bias"),
     shared_experts=("mlp.shared_mlp", "mlp.shared_experts"),
