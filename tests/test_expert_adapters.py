@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from cases.weights import INT4, MXFP4, draw, matrices_of
 from conftest import DEVICE, of_each_kind, whole_only
-from test_group_experts import INT4, MXFP4, dequantized, draw
 from test_kernels import DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
@@ -88,7 +88,7 @@ def test_experts_in_groups(grouping: Grouping, slots: list[int]) -> None:
     gate_up, down = draw(grouping, COUNT, 2 * SIZE, HIDDEN), draw(grouping, COUNT, HIDDEN, SIZE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, routes, adapters = make(slots, dtype)
-    wanted = expected(x, routes, dequantized(gate_up), dequantized(down), adapters, ClampedSwiGLU(1.702, 7.0))
+    wanted = expected(x, routes, matrices_of(gate_up), matrices_of(down), adapters, ClampedSwiGLU(1.702, 7.0))
     out = expert_mlps_triton(x, routes, gate_up, down, ClampedSwiGLU(1.702, 7.0), adapters=adapters)
     assert_close(out, wanted)
 

@@ -1,4 +1,4 @@
-"""Layers of experts: the kernels against their references, the two layouts of checkpoints, and bad checkpoints."""
+"""Layers of experts: the routes against their references, the two layouts of checkpoints, and bad checkpoints."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ from cases.corrected import CORRECTED
 from cases.drafters import DRAFTERS
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
-from test_kernels import DTYPES, assert_close, randn
+from test_kernels import assert_close, randn
 from test_loader import rank
 from test_models import run
 from transformers import AutoConfig, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
-from nanoinfer.kernels.experts.route import (
-    RouterScoring,
-    Routes,
-    Routing,
-    route_reference,
-    route_triton,
-)
+from nanoinfer.kernels.experts.route import RouterScoring, Routing, route_reference, route_triton
 from nanoinfer.kernels.sorting import group_reference, group_triton
 from nanoinfer.layers.experts import MixtureOfExperts, Router, RouterTensors
 from nanoinfer.layers.norm import Joint
@@ -40,11 +33,6 @@ from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 
 Weights = dict[str, torch.Tensor]
-
-
-def routes_of(experts: list[list[int]] | torch.Tensor) -> Routes:
-    ids = torch.as_tensor(experts, dtype=torch.int32).to(randn(1).device)
-    return Routes(ids, torch.rand(ids.shape, device=ids.device))
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -101,44 +89,6 @@ def test_group(tokens: int, count: int) -> None:
             ours, expected = group_triton(ids, count, size), group_reference(ids, count, size)
             assert torch.equal(ours.choices, expected.choices)
             assert torch.equal(ours.tiles, expected.tiles)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "count", "used", "hidden_size", "size"),
-    [
-        (1, 4, 1, 64, 32),
-        (1, 60, 4, 72, 40),
-        (16, 8, 2, 64, 64),
-        (100, 4, 1, 64, 64),
-        *whole_only(
-            [
-                (1, 128, 8, 128, 96),
-                (7, 40, 10, 64, 48),
-                (5, 60, 4, 72, 40),
-                (40, 4, 2, 96, 64),
-                (1, 4, 2, 64, 8200),
-                (200, 4, 3, 64, 72),
-            ]
-        ),
-        pytest.param(33, 512, 10, 64, 48, marks=pytest.mark.gpu),
-        pytest.param(4096, 60, 4, 512, 360, marks=pytest.mark.gpu),
-        pytest.param(4096, 128, 8, 256, 256, marks=pytest.mark.gpu),
-    ],
-)
-def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:
-    x = randn(tokens, hidden_size, dtype=dtype)
-    gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
-    down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
-    even = torch.rand(tokens, count, device=x.device).argsort()[:, :used]
-    for experts in (even, torch.arange(used, device=x.device).expand(tokens, used).contiguous()):
-        routes = routes_of(experts)
-        expected = expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu")
-        assert_close(expert_mlps_triton(x, routes, gate_up, down, "silu"), expected)
-        assert_close(expert_mlps_triton(x, routes, gate_up, down, "silu", in_order=True), expected)
-        pieces = expert_mlps_triton(x, routes, gate_up, down, "silu", may_split=True)
-        assert pieces.shape == ((used, *x.shape) if tokens > 1 and used > 1 else x.shape)
-        assert_close(pieces.float().sum(dim=0).to(dtype) if pieces.dim() == 3 else pieces, expected)
 
 
 @torch.inference_mode()

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from cases.weights import (
+    BLOCKS,
+    DTYPE,
+    FOR_EXPERTS,
+    GROUPINGS,
+    SELDOM_FOR_EXPERTS,
+    SMALL_GROUPS,
+    Block,
+    Form,
+    assert_near,
+    draw,
+    expected,
+    matrix_of,
+    most_error,
+    routes_of,
+)
 from conftest import DEVICE, of_each_kind, plan_ahead, whole_only
 from test_kernels import DTYPES, LARGE_HEADS, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
 
@@ -14,11 +31,10 @@ from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.experts.in_order import check_order
-from nanoinfer.kernels.experts.operand import group_linear
 from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.fp8 import FP8, Fp8Weight
-from nanoinfer.kernels.groups import dequantize_reference
+from nanoinfer.kernels.fp8 import FP8, Fp8Weight, quantize
+from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.in_order import weight as in_order
 from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Grouping, WeightShape, sizes_alike
@@ -31,12 +47,17 @@ from nanoinfer.kernels.linear.in_order.weight import (
     InOrderWeight,
     choose_config,
     fits_float32,
+    fp8_in_order,
+    group_in_order,
     in_order_triton,
 )
 
 ALL_CONFIGS = (*CONFIGS, SOME, FEW, NARROW, WIDE, FEW._replace(used=48), WIDE._replace(used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHORT_DTYPES = GPU_DTYPES[:2]
+EXPERTS = [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]  # all, a token's, hidden size and their own
+RANKS = [(2048, 768, 1), (512, 896, 2), (72, 40, 1)]  # hidden sizes, a rank's share of an expert, and the ranks
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
 
 
@@ -58,12 +79,17 @@ def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers
     return out
 
 
-def rounding_error(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Operands whose products are all rounding error, so that another order of their sums shows in every output."""
-    x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
-    half = in_features // 2
-    x[:, half:], weight[:, half:] = x[:, :half], -weight[:, :half]
-    return x, weight
+def operands(form: Form, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, AnyNumbers, torch.Tensor]:
+    """Return 512 vectors, a weight, and a bias.
+
+    But in groups, all products are rounding error, so that another order of their sums shows in every output.
+    """
+    rows, inputs = shape
+    x, bias = randn(512, inputs, dtype=dtype), randn(rows, dtype=dtype)
+    if isinstance(form, Grouping):
+        return x, draw(form, rows, inputs), bias
+    drawn = WeightShape(rows, inputs, form and (form[0], form[1] or inputs))
+    return drawn.undone(x), drawn.draw(dtype, torch.Generator(DEVICE)), 1e-6 * bias
 
 
 class TestProducts:
@@ -110,28 +136,87 @@ class TestProducts:
         for out_features in (1024, 4096, 6144, 12288, 17408, 151936):
             assert choose_config(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).block_n <= 64
 
+    @pytest.mark.parametrize("tokens", [1, 20, *whole_only([70])])
+    @pytest.mark.parametrize("form", [*BLOCKS, *of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4)], ids=str)
+    def test_those_with_scales_are_right(self, form: Form, tokens: int) -> None:
+        """Those of a single token, too, whose vector is rounded for a weight in FP8."""
+        rows, inputs = (256, 512) if form in BLOCKS else (100, 384)
+        weight, x, bias = draw(form, rows, inputs), randn(tokens, inputs, dtype=DTYPE), randn(rows, dtype=DTYPE)
+        in_fp8 = isinstance(weight, Fp8Weight)
+        for own_bias in (None, bias):
+            out = fp8_in_order(quantize(x), weight, own_bias) if in_fp8 else group_in_order(x, weight, own_bias)
+            assert_near(out, expected(x, weight, own_bias, in_order=True), most_error(weight))
+
+    @pytest.mark.parametrize(
+        ("form", "dtype", "message"),
+        [
+            (BLOCKS[0], torch.float32, "dtype must have 16 bits.*here dtype is float32, and 128 of 256 inputs"),
+            (GROUPINGS[0], torch.float32, "here dtype is float32"),
+            (
+                SMALL_GROUPS[1],
+                torch.bfloat16,
+                "in int4, .* here dtype is bfloat16, and 8 of 256 inputs share one; device='cpu' takes all",
+            ),
+        ],
+        ids=str,
+    )
+    def test_weights_that_no_kernel_multiplies(self, form: Form, dtype: torch.dtype, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            InOrderWeight(draw(form, 128, 256), dtype, False, [1])
+
     @pytest.mark.gpu
     @pytest.mark.parametrize(
-        ("shape", "dtype"),
-        of_each_kind(product([(1024, 2048), (4096, 4096), (96, 160), (256, 12288)], GPU_DTYPES), 0, 3, 7, 8, 9),
+        ("form", "shape", "dtype"),
+        [
+            *of_each_kind(
+                product([None], [(1024, 2048), (4096, 4096), (96, 160), (256, 12288)], GPU_DTYPES), 0, 3, 7, 8, 9
+            ),
+            *of_each_kind(product(BLOCKS, [(4096, 4096)], SHORT_DTYPES), 0, 2, 4),
+            *of_each_kind(product([(8, 128), (8, 256), (1, 0)], [(200, 3072)], SHORT_DTYPES), 0),
+            *of_each_kind(product(BLOCKS, [(6144, 1024)], SHORT_DTYPES), 0),
+            *product(GROUPINGS, [(4096, 4096)], [torch.bfloat16]),
+        ],
+        ids=str,
     )
-    def test_they_have_the_same_bits(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """For 1 to 512 tokens, in any order, by tiles of any size, and by cuBLAS where it is taken."""
-        out_features, in_features = shape
-        x, weight = rounding_error(512, out_features, in_features, dtype)
-        bias = 1e-6 * randn(out_features, dtype=dtype)
+    def test_a_token_has_the_same_bits(self, form: Form, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """For 1 to 512 tokens, in any order, by tiles of any size, by cuBLAS, in graphs, and with an activation."""
+        x, weight, bias = operands(form, shape, dtype)
         sizes = [1, 2, 4, 8, 16, 48, 64, 100, 256, 512]
         for own_bias in (None, bias):
-            expected = in_order_triton(x, weight, own_bias)
-            assert expected.ne(0).float().mean() > 0.5
-            for config in ALL_CONFIGS:
-                if dtype == torch.float32 and not fits_float32(config):
-                    continue
-                assert torch.equal(in_order_triton(x, weight, own_bias, config=config), expected)
             in_order = InOrderWeight(weight, dtype, own_bias is not None, sizes)
-            for tokens in (*sizes, 3, 17, 33, 65, 130, 300):
+            whole, gated = in_order.product(x, own_bias), in_order.product(x, own_bias, "silu")
+            assert whole.ne(0).float().mean() > (0.5 if form is None else 0.25)
+            if form is None:
+                for config in (None, *ALL_CONFIGS):
+                    if dtype != torch.float32 or config is None or fits_float32(config):
+                        assert torch.equal(in_order_triton(x, weight, own_bias, config=config), whole)
+            if isinstance(weight, Fp8Weight):
+                assert torch.equal(gated, gate_mul_triton(whole, "silu"))
+            for tokens in (*sizes, 3, 17, 33, 65, 130, 200, 300):
                 order = torch.randperm(512, device=DEVICE)[:tokens]
-                assert torch.equal(in_order.product(x[order], own_bias), expected[order])
+                assert torch.equal(in_order.product(x[order], own_bias), whole[order])
+                if form is not None:
+                    with recording():
+                        assert torch.equal(in_order.product(x[order], own_bias, "silu"), gated[order])
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", of_each_kind(zip(SHORT_DTYPES), 0))
+    @pytest.mark.parametrize(
+        ("shape", "block"), of_each_kind(product([(4096, 4096), (1024, 3072)], BLOCKS), 0, 1, 2, 3), ids=str
+    )
+    def test_a_share_of_the_outputs_has_the_bits_of_all(
+        self, shape: tuple[int, int], block: Block, dtype: torch.dtype
+    ) -> None:
+        """So several ranks, each of which computes a share, have the bits of one."""
+        weight, x = draw(block, *shape), randn(300, shape[1], dtype=dtype)
+        whole = InOrderWeight(weight, dtype, False, [1])
+        for ranks in (2, 4):
+            parts = zip(weight.numbers.chunk(ranks), weight.scales.chunk(ranks), strict=True)
+            shares = [InOrderWeight(Fp8Weight(*part), dtype, False, [1]) for part in parts]
+            for tokens, recorded in product((1, 16, 20, 64, 300), (False, True)):
+                with recording() if recorded else nullcontext():
+                    out = torch.cat([share.product(x[:tokens]) for share in shares], dim=1)
+                    assert torch.equal(out, whole.product(x[:tokens]))
 
 
 INT4 = WeightShape(100, 384, None, Grouping("int4", 64, SHORT, True, True))
@@ -151,18 +236,6 @@ SHAPES_TO_CHECK = [
 ]
 
 
-def dense(weight: AnyNumbers) -> torch.Tensor:
-    """What the numbers and scales of a weight, or of several experts', stand for."""
-    if isinstance(weight, torch.Tensor):
-        return weight.double()
-    if isinstance(weight, Fp8Weight):
-        scales, (height, width) = weight.scales.double(), weight.block
-        return weight.numbers.double() * scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
-    if weight.words.dim() == 3:
-        return torch.stack([dense(group_linear(weight, expert)) for expert in range(len(weight.words))])
-    return dequantize_reference(weight, torch.float64)
-
-
 @pytest.mark.parametrize("shape", SHAPES_TO_CHECK, ids=str)
 class TestTheCheck:
     def test_what_is_compared_is_all_rounding_error(self, shape: WeightShape) -> None:
@@ -170,7 +243,7 @@ class TestTheCheck:
 
         def multiply(x: torch.Tensor, weight: AnyNumbers, bias: torch.Tensor | None) -> torch.Tensor:
             assert WeightShape.like(weight) == shape
-            product, size = x.double() @ dense(weight).T, x.double().abs() @ dense(weight).abs().T
+            product, size = x.double() @ matrix_of(weight).T, x.double().abs() @ matrix_of(weight).abs().T
             seen.append(product)
             assert (product.abs() < 1e-9 * size).all() == (shape != ONE_BLOCK)
             assert (size > 0).all()
@@ -191,7 +264,7 @@ class TestTheCheck:
     def test_products_with_experts_are_as_large_as_their_inputs(self, shape: WeightShape) -> None:
         weight = shape.draw_experts(3, SHORT, torch.Generator(DEVICE))
         assert WeightShape.like(weight) == shape
-        assert 0.5 < (randn(100, shape.inputs, dtype=torch.float64) @ dense(weight)[0].T).std() < 2
+        assert 0.5 < (randn(100, shape.inputs, dtype=torch.float64) @ matrix_of(weight)[0].T).std() < 2
 
 
 @pytest.mark.parametrize(("bits", "named"), [("FP8", "in FP8 "), ("int4", "in int4 "), ("", "")])
@@ -205,37 +278,84 @@ def test_other_bits_are_refused(bits: str, named: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", of_each_kind(zip((torch.bfloat16, torch.float32)), 0))
-@pytest.mark.parametrize(
-    ("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]
-)
-@pytest.mark.parametrize("has_biases", of_each_kind(zip((False, True)), 1))
-def test_experts_have_the_same_bits(
-    count: int, used: int, hidden_size: int, size: int, has_biases: bool, dtype: torch.dtype
-) -> None:
-    """For any number of tokens, and so for tiles of any size."""
-    x = randn(3000, hidden_size, dtype=dtype)
-    gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
-    down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
-    experts = torch.rand(3000, count, device=x.device).argsort()[:, :used].int().contiguous()
-    weights = torch.rand(experts.shape, device=x.device)
-    biases = {"gate_up_bias": randn(count, 2 * size, dtype=dtype), "down_bias": randn(count, hidden_size, dtype=dtype)}
-    multiply = partial(expert_mlps_triton, activation="silu", in_order=True, **(biases if has_biases else {}))
-    expected = multiply(x, Routes(experts, weights), gate_up, down)
-    for tokens in (1, 2, 7, 16, 40, 100, 300, 1000):
-        order = torch.randperm(3000, device=x.device)[:tokens]
-        routes = Routes(experts[order], weights[order])
-        assert torch.equal(multiply(x[order], routes, gate_up, down), expected[order])
+class TestExperts:
+    @pytest.mark.parametrize(
+        ("form", "sizes", "dtype", "has_biases"),
+        [
+            *product([None], EXPERTS, [torch.bfloat16], [True]),
+            *whole_only(product([None], EXPERTS, [torch.bfloat16], [False])),
+            *whole_only(product([None], EXPERTS, [torch.float32], [False, True])),
+            *of_each_kind(product(BLOCKS, EXPERTS[:2], [torch.bfloat16], [False]), 0, 1, 2, 4),
+            *product(FOR_EXPERTS, [(16, 4, 512, 256)], [torch.bfloat16], [False]),
+            *whole_only(product(SELDOM_FOR_EXPERTS, [(16, 4, 512, 256)], [torch.bfloat16], [False])),
+        ],
+        ids=str,
+    )
+    def test_they_have_the_same_bits(
+        self, form: Form, sizes: tuple[int, int, int, int], dtype: torch.dtype, has_biases: bool
+    ) -> None:
+        """For any number of tokens, and so for tiles of any size."""
+        count, used, hidden_size, size = sizes
+        x, routes = randn(3000, hidden_size, dtype=dtype), routes_of(3000, count, used)
+        gate_up, down = (
+            draw(form, count, *shape, dtype=dtype) for shape in ((2 * size, hidden_size), (hidden_size, size))
+        )
+        of_each = {"gate_up_bias": 2 * size, "down_bias": hidden_size} if has_biases else {}
+        biases = {name: randn(count, features, dtype=dtype) for name, features in of_each.items()}
+        how = {"gate_up": gate_up, "down": down, "activation": "silu", "in_order": True, **biases}
+        multiply = partial(expert_mlps_triton, **how)
+        whole = multiply(x, routes)
+        for tokens in (1, 2, 7, 9, 16, 33, 40, 100, 300, 700, 1000):
+            order = torch.randperm(3000, device=DEVICE)[:tokens]
+            assert torch.equal(multiply(x[order], Routes(*(part[order] for part in routes))), whole[order])
 
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    def test_shares_have_the_bits_of_all(self, block: Block) -> None:
+        """Each of two ranks has half of the gates, of the ups, and of the outputs."""
+        count, used, hidden_size, size = 8, 2, 512, 1024
+        gate_up, down = draw(block, count, 2 * size, hidden_size), draw(block, count, hidden_size, size)
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", of_each_kind(zip(GPU_DTYPES), 0))
-@pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
-@pytest.mark.parametrize("used", of_each_kind(zip((1, 2, 8)), 0, 2))
-def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
-    gate_up = WeightShape(2 * share, hidden_size)
-    down = WeightShape(hidden_size // ranks, share * ranks)
-    check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
+        def share(weight: Fp8Weight, projections: int, rank: int) -> Fp8Weight:
+            halves = (part.unflatten(1, (projections, 2, -1))[:, :, rank] for part in weight)
+            return Fp8Weight(*(half.flatten(1, 2).contiguous() for half in halves))
+
+        def exchange(gated: list[torch.Tensor], rank: int, own: torch.Tensor) -> torch.Tensor:
+            if own.shape[1] < size // 2:  # the rank's share of the result
+                return own
+            gated[rank] = own
+            return torch.cat(gated, dim=1)
+
+        for tokens in (1, 20, 300):
+            x, routes = randn(tokens, hidden_size, dtype=DTYPE), routes_of(tokens, count, used)
+            whole = expert_mlps_triton(x, routes, gate_up, down, "silu", in_order=True)
+            shares = [(share(gate_up, 2, rank), share(down, 1, rank)) for rank in range(2)]
+            gated = [torch.zeros(tokens * used, size // 2, device=DEVICE, dtype=DTYPE)] * 2
+            for _ in range(2):  # at first, the other rank's share is not there yet
+                parts = [
+                    expert_mlps_triton(
+                        x, routes, *weights, "silu", in_order=True, gather=partial(exchange, gated, rank)
+                    )
+                    for rank, weights in enumerate(shares)
+                ]
+            assert torch.equal(torch.cat(parts, dim=1), whole)
+
+    @pytest.mark.parametrize(
+        ("form", "used", "sizes", "dtype"),
+        [
+            *product([None], [1, 8], RANKS, [torch.bfloat16]),
+            *whole_only(product([None], [1, 8], RANKS, GPU_DTYPES[1:])),
+            *whole_only(product([None], [2], RANKS, GPU_DTYPES)),
+            *product([(128, 128), (1, 0), (256, 256)], [1, 8], RANKS[:1], [torch.bfloat16]),
+            *product(FOR_EXPERTS, [8], RANKS[:1], [torch.bfloat16]),
+            *whole_only(product(SELDOM_FOR_EXPERTS, [8], RANKS[:1], [torch.bfloat16])),
+        ],
+        ids=str,
+    )
+    def test_they_pass_the_check(self, form: Form, used: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+        hidden_size, share, ranks = sizes
+        shapes = (2 * share, hidden_size), (hidden_size // ranks, share * ranks)
+        gate_up, down = (WeightShape.like(draw(form, *shape)) for shape in shapes)
+        check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from cases.weights import expected, routes_of
 from conftest import DEVICE, whole_only
 from test_kernels import SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.experts.products import choices_in_a_tile, expert_mlps_reference
-from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gated_row
+from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.operand import Operand, RowOperand
 from nanoinfer.kernels.linear.plain import add_product, load_bias
@@ -139,11 +138,9 @@ def multiply(
 def test_a_dense_weight(tokens: int, config: TileConfig) -> None:
     """With a bias, and without and with an activation; 136 inputs and 100 rows fill no block."""
     (weight, matrix), x, bias = SixBits.of(100, 136), randn(tokens, 136, dtype=SHORT), randn(100, dtype=SHORT)
-    expected = F.linear(x.double(), matrix, bias.double())
-    assert_close(multiply(x, weight, config, Epilogue(bias=bias)), expected)
+    assert_close(multiply(x, weight, config, Epilogue(bias=bias)), expected(x, matrix, bias))
     if config.used is None:
-        gated = gate_mul_reference(expected, "silu")
-        assert_close(multiply(x, weight, config, Epilogue(bias=bias), "silu"), gated)
+        assert_close(multiply(x, weight, config, Epilogue(bias=bias), "silu"), expected(x, matrix, bias, "silu"))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -151,31 +148,23 @@ def test_one_row(activation: Activation | None) -> None:
     """With a bias, and with the sum and the norm before."""
     (weight, matrix), x, bias = SixBits.of(100, 136), randn(1, 136, dtype=SHORT), randn(100, dtype=SHORT)
     norm = Norm(torch.rand(136, device=DEVICE).to(SHORT), 1e-6)
-
-    def expected(x: Tensor) -> Tensor:
-        out = F.linear(x.double(), matrix, bias.double())
-        return gate_mul_reference(out, activation) if activation else out
-
-    assert_close(one_row_linear(x, weight.row_operand(), bias, activation), expected(x))
+    assert_close(one_row_linear(x, weight.row_operand(), bias, activation), expected(x, matrix, bias, activation))
     out, total = one_row_norm_linear(x, x, norm, weight.row_operand(), bias, activation)
-    assert_close(out, expected(rms_norm_reference(total, norm)))
+    assert_close(out, expected(rms_norm_reference(total, norm), matrix, bias, activation))
 
 
 def test_pieces_add_up_to_the_product() -> None:
     (weight, matrix), x, bias = SixBits.of(64, 160), randn(3, 160, dtype=SHORT), randn(64, dtype=SHORT)
     out = multiply(x, weight, TileConfig(16, 64, 32, pieces=2), Epilogue(bias=bias))
     assert out.shape == (2, 3, 64)
-    assert_close(out.sum(0), F.linear(x.double(), matrix, bias.double()))
+    assert_close(out.sum(0), expected(x, matrix, bias))
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts(tokens: int) -> None:
     (gate_up, wide), (down, wide_down) = SixBits.of(5, 2 * 32, 64), SixBits.of(5, 64, 32)
-    x = randn(tokens, 64, dtype=SHORT)
-    experts = torch.rand(tokens, 5, device=DEVICE).argsort()[:, :2].int().contiguous()
-    routes = Routes(experts, torch.rand(tokens, 2, device=DEVICE))
-    size = choices_in_a_tile(2 * tokens, 5)
-    chosen, config = Chosen(group_triton(experts, 5, size), 2), TileConfig(size, 64, 32, persistent=True)
+    x, routes, size = randn(tokens, 64, dtype=SHORT), routes_of(tokens, 5, 2), choices_in_a_tile(2 * tokens, 5)
+    chosen, config = Chosen(group_triton(routes.experts, 5, size), 2), TileConfig(size, 64, 32, persistent=True)
     gated, out = x.new_empty(2 * tokens, 32), x.new_empty(2, tokens, 64)
     multiply_tiles(x, gate_up.operand(), config, gated, Epilogue(), "silu", chosen)
     multiply_tiles(gated, down.operand(), config, out, Epilogue(shares=routes.weights), None, chosen)
@@ -186,7 +175,7 @@ def test_experts(tokens: int) -> None:
 def test_a_token_has_the_same_bits_in_any_company() -> None:
     """Tiles have 64 rows of the weight or more: an instruction for fewer may add up otherwise."""
     (weight, _), x = SixBits.of(512, 1024), randn(300, 1024, dtype=torch.bfloat16)
-    expected = multiply(x, weight, CONFIGS[0], Epilogue())
+    whole = multiply(x, weight, CONFIGS[0], Epilogue())
     for tokens, block_m in product((1, 16, 100, 300), (16, 32, 64, 128)):
         config = TileConfig(block_m, 64, 32)
-        assert torch.equal(multiply(x[:tokens], weight, config, Epilogue()), expected[:tokens])
+        assert torch.equal(multiply(x[:tokens], weight, config, Epilogue()), whole[:tokens])
