@@ -20,6 +20,7 @@ from cases.weights import (
     Block,
     Form,
     assert_near,
+    dequantized,
     draw,
     expected,
     matrix_of,
@@ -29,10 +30,19 @@ from conftest import DEVICE, HAS_CUDA, of_each_kind, whole_only
 from test_kernels import randn
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import FP8, Fp8Weight, quantize
+from nanoinfer.kernels.fp8 import (
+    FP8,
+    LARGEST,
+    Fp8Tokens,
+    Fp8Weight,
+    as_bytes,
+    quantize,
+    quantize_reference,
+    quantize_triton,
+)
 from nanoinfer.kernels.groups import GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import is_recording, recording
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_triton
+from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul_triton
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8 import linear as fp8
@@ -44,17 +54,78 @@ from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.in_order.order import Grouping
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import TileConfig
-from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
 of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4), ids=str)
 of_all_groupings = pytest.mark.parametrize("form", [*GROUPINGS, *SMALL_GROUPS], ids=str)
 LOW: Block = (8, 128)
 WAYS = [(False, True), (True, True), (True, False)]  # whether a product may be in pieces, and whether blocks are copied
+LARGE_TILES = [(20, TileConfig(32, 64)), (40, TileConfig(64, 64)), (70, TileConfig(64, 128, warps=8))]  # for tokens
 GPU_SHAPES = [(6144, 4096), (1024, 3072), (1152, 1280), (4096, 12288)]
 
 
 def norm_of(inputs: int, dtype: torch.dtype = DTYPE) -> Norm:
     return Norm(torch.rand(inputs, device=DEVICE).to(dtype), 1e-6)
+
+
+def assert_same(out: Fp8Tokens, reference: Fp8Tokens) -> None:
+    """Compare all bits of the tokens; behind them is anything."""
+    tokens = reference.tokens
+    assert out.scales.shape == reference.scales.shape
+    assert torch.equal(out.scales[:, :tokens], reference.scales[:, :tokens])
+    assert torch.equal(as_bytes(out.numbers)[:tokens], as_bytes(reference.numbers)[:tokens])
+
+
+class TestTokensInFp8:
+    @pytest.mark.parametrize(("tokens", "size"), [(1, 128), (3, 640), (5, 4096)])
+    def test_the_kernel_rounds_like_the_reference(self, tokens: int, size: int) -> None:
+        x = randn(tokens, size) * torch.logspace(-5, 5, size, device=DEVICE)
+        x[0, :128] = 0
+        assert_same(quantize_triton(x), quantize_reference(x))
+
+    def test_a_number_loses_no_more_than_a_sixteenth(self) -> None:
+        x = randn(7, 512)
+        x[2] *= 1e5
+        largest = x.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
+        error = (dequantized(quantize(x)) - x).abs()
+        assert (error <= torch.maximum(x.abs() / 16, largest * 2**-9 / LARGEST) * 1.0001).all()
+
+    @pytest.mark.parametrize("pieces", [1, 3])
+    @pytest.mark.parametrize("with_post", [False, True])
+    def test_the_norm_rounds_its_result(self, pieces: int, with_post: bool) -> None:
+        """One launch adds, normalises and rounds to FP8."""
+        x, residual = randn(pieces, 5, 384), randn(5, 384, dtype=DTYPE)
+        norm, post = (norm_of(384) for _ in range(2))
+        summed = x.sum(0).to(DTYPE)
+        out, total = fp8_norm_triton(x if pieces > 1 else summed, residual, norm, post if with_post else None)
+        if with_post:
+            normed, sums = norm_add_rms_norm_reference(summed, residual, post, norm)
+        else:
+            sums = summed + residual
+            normed = rms_norm_reference(sums, norm)
+        torch.testing.assert_close(total, sums, rtol=0.02, atol=0.02)
+        assert_near(dequantized(out), normed.double(), 0.05)
+        assert out.dtype == total.dtype
+        alone, same = fp8_norm_triton(total, None, norm, None)
+        assert same is total
+        assert_near(dequantized(alone), rms_norm_reference(total, norm).double(), 0.05)
+
+    @pytest.mark.parametrize("tokens", [1, 6])
+    @pytest.mark.parametrize("size", [128, 1152])
+    def test_the_activation_rounds_its_result(self, tokens: int, size: int) -> None:
+        """One launch multiplies gates and ups, and rounds to FP8."""
+        gate_up = randn(tokens, 2 * size, dtype=DTYPE)
+        out = fp8_gate_mul_triton(gate_up, "silu")
+        assert out.dtype == DTYPE
+        assert_same(out, quantize_triton(gate_mul_triton(gate_up, "silu")))
+
+    @pytest.mark.gpu
+    def test_what_is_no_number_stays_none(self) -> None:
+        """Triton's interpreter makes a number of it."""
+        x = randn(2, 256)
+        x[1, 5] = float("nan")
+        assert dequantized(quantize_triton(x))[1, 5].isnan()
+        assert not dequantized(quantize_triton(x))[0].isnan().any()
 
 
 @pytest.mark.parametrize("has_bias", [*whole_only([False]), True])
@@ -105,12 +176,10 @@ def test_several_tokens_in_fp8(block: Block, tokens: int, way: tuple[bool, bool]
 @pytest.mark.parametrize(
     ("tokens", "config", "activation"),
     [
-        (5, TileConfig(16, 64), "silu"),
         (3, TileConfig(16, 64, pieces=2), None),
-        *whole_only([(5, TileConfig(16, 64), None)]),
-        *whole_only(product([20], [TileConfig(32, 64)], [None, "silu"])),
-        *whole_only(product([40], [TileConfig(64, 64)], [None, "silu"])),
-        *whole_only(product([70], [TileConfig(64, 128, warps=8)], [None, "silu"])),
+        (5, TileConfig(16, 64), "silu"),
+        *whole_only((*tile, "silu") for tile in LARGE_TILES),
+        *whole_only((*tile, None) for tile in [(5, TileConfig(16, 64)), *LARGE_TILES]),
     ],
 )
 @of_groupings
