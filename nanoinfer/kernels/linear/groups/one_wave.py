@@ -51,7 +51,7 @@ def step_of(weight: GroupWeight, dtype: torch.dtype) -> int | None:
 
 
 def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
-    """Return the configuration for what can_multiply says (measured on an H100, with groups of 128)."""
+    """Return the configuration for what can_multiply says (measured with groups of 128: int4 on an H200, else an H100)."""
     step = step_of(weight, x.dtype)
     assert step is not None
     tokens, weight_rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
@@ -67,12 +67,15 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
         return TileConfig(64, 64, stages=3) if is_small else TileConfig(128, 128, warps=8, stages=5)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
+    is_int4 = weight.numbers == "int4"
     if block_m < 64 and tiles > 2 * multiprocessors:
-        return TileConfig(block_m, 128, warps=8, stages=5, fetched=2)
+        warps, stages = (4, 4) if is_int4 else (8, 5)
+        return TileConfig(block_m, 128, warps=warps, stages=stages, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
     together = cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
-    stages = 8 if together == 1 else 4 if together == 2 else 3
-    return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
+    stages = (6 if is_int4 else 8) if together == 1 else 4 if together == 2 else 3
+    fetched = 0 if pieces > 1 else 4 if is_int4 and together == 1 else 2
+    return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=fetched)
 
 
 def _pieces(weight: GroupWeight, step: int, most: int) -> int:
