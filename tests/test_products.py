@@ -196,11 +196,11 @@ def test_several_tokens_in_groups(
     inputs = 288 if form.size in (16, 32) else 384  # two pieces of three or five steps are no equal ones
     weight, bias, x = draw(form, 200, inputs), randn(200, dtype=DTYPE), randn(tokens, inputs, dtype=DTYPE)
     out = one_wave_triton(x, weight, config, bias, activation)
-    most = most_error(weight)
     if config.pieces > 1:
         assert out.dtype == torch.float32
         assert out.shape == (config.pieces, tokens, 200)
-        out, most = out.sum(0), 1e-6
+        out = out.sum(0)
+    most = 1e-6 if config.pieces > 1 else most_error(weight)
     assert_near(out, expected(x, weight, bias, activation), most)
 
 
@@ -260,8 +260,7 @@ def check_every_way(form: Form, shape: tuple[int, int], tokens: int, dtype: torc
     weight, bias, x = draw(form, rows, inputs), randn(rows, dtype=dtype), randn(tokens, inputs, dtype=dtype)
     gate_up = randn(tokens, 2 * inputs, dtype=dtype)
     gated, norm, residual = gate_mul_triton(gate_up, before), norm_of(inputs, dtype), randn(tokens, inputs, dtype=dtype)
-    once = most_error(weight)
-    most = once if isinstance(weight, Fp8Weight) else 3 * once
+    most = (once := most_error(weight)) * (1 if isinstance(weight, Fp8Weight) else 3)
     for activation in (None, "silu"):
         out = linear(x, weight, bias, activation)
         assert out.dtype == dtype
@@ -272,8 +271,7 @@ def check_every_way(form: Form, shape: tuple[int, int], tokens: int, dtype: torc
     assert_near(pieces.view(-1, tokens, rows).sum(0), expected(x, weight), most)
     out, total = norm_linear(x, residual, norm, weight)
     torch.testing.assert_close(total, x + residual)
-    normed = rms_norm_reference(total, norm)
-    assert_near(out, expected(normed, weight), min(2 * once, most))
+    assert_near(out, expected(rms_norm_reference(total, norm), weight), min(2 * once, most))
 
 
 @of_all_groupings
