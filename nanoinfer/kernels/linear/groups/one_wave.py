@@ -189,15 +189,16 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         x_mask = x_mask & (k[None, :] // GROUP == (column % COLUMNS)[:, None])
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
     acc = tl.zeros([N, M], tl.float32)
-    for step in range(tile.begin // K, tl.cdiv(tile.stop, K)):
-        place = (step * WORDS + word)[None, :]
+    for start in range(tile.begin, tile.stop, K):
+        first_word = start // PER_WORD
         if HOW.whole:
-            x = tl.load(x_ptrs + step * K, mask=x_mask, other=0.0)
-            words = tl.load(row_ptrs + place)
+            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+            words = tl.load(row_ptrs + (first_word + word)[None, :])
         else:
-            x = tl.load(x_ptrs + step * K, mask=x_mask & (step * K + k < in_features)[None, :], other=0.0)
-            words = tl.load(row_ptrs + place, mask=place < parts.row_words, other=0)
-        scales, zeros, after = next_scales, None, (step + 1) * K
+            x = tl.load(x_ptrs + start, mask=x_mask & (start + k < in_features)[None, :], other=0.0)
+            is_word = (first_word + word < parts.row_words)[None, :]
+            words = tl.load(row_ptrs + (first_word + word)[None, :], mask=is_word, other=0)
+        scales, zeros, after = next_scales, None, start + K
         next_scales = load_groups(scale_ptrs, parts.scales_group, after, groups, GROUP, K)
         if parts.zeros is not None:
             zeros = spread(next_zeros.to(tl.int32), WORDS)
