@@ -111,9 +111,9 @@ def compare(
     names = ("gate_up_bias", "down_bias") if biased else ()
     biases = {name: bias.to(dtype) for name, bias in zip(names, layer.biases, strict=False)}
     wide_biases = [bias.float() for bias in biases.values()]
-    # Plain weights also get tokens that all take the first experts.
+    # All but groups also get tokens that all take the first experts.
     first = Routes(torch.arange(used, device=DEVICE).int().repeat(tokens, 1), routes.weights)
-    for chosen, ways in [(routes, (False, True)), (first, (True, False))][: 2 if form is None else 1]:
+    for chosen, ways in [(routes, (False, True)), (first, (True, False))][: 1 if isinstance(form, Grouping) else 2]:
         exact = rounded = expert_mlps_reference(x.float(), chosen, *layer.wide, activation, None, *wide_biases)
         if isinstance(layer.weights[0], Fp8Weight):
             rounding = ([Rounding(matrix, dtype) for matrix in matrices] for matrices in layer.wide)

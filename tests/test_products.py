@@ -1,6 +1,6 @@
-"""Products with a weight of any format, against float64 of the numbers that the operands stand for.
+"""Products with weights in FP8 and in groups, against float64 of the numbers that the operands stand for.
 
-Those of plain weights are in test_kernels.py, too.
+Those of plain weights are in test_kernels.py.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TestTokensInFp8:
 
 
 @pytest.mark.parametrize("has_bias", [*whole_only([False]), True])
-@pytest.mark.parametrize("inputs", [512, *whole_only([384])])
+@pytest.mark.parametrize("inputs", [512, *whole_only([768])])
 @pytest.mark.parametrize(
     ("form", "activation"),
     [
@@ -141,7 +141,7 @@ class TestTokensInFp8:
 def test_one_token(
     form: Form, inputs: int, activation: Activation | None, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without the sum and the norm before; 136 rows fill no tile, and 384 inputs leave a part of one empty."""
+    """With and without the sum and the norm before; 136 rows fill no tile, and 768 inputs leave a part of one empty."""
     monkeypatch.setattr(one_row, "INPUTS", 256)
     rows = 256 if form in BLOCKS else 136
     weight, x = draw(form, rows, inputs), randn(1, inputs, dtype=DTYPE)

@@ -27,7 +27,7 @@ class TimeBin(NamedTuple):
     blocks: float = 0.0
 
     def plus(self, other: TimeBin) -> TimeBin:
-        """Return the bucket of both stretches."""
+        """Return the bin of both stretches."""
         return TimeBin(
             self.steps + other.steps, self.tokens + other.tokens, self.rows + other.rows, self.blocks + other.blocks
         )
@@ -44,8 +44,8 @@ class RunReport:
             raise ValueError(f"report={file!r}: {error.strerror}") from None
         self._file = file
         self._start: float | None = None  # when the first step was done
-        self._seconds = 0.1  # of a bucket
-        self._buckets: list[TimeBin] = []
+        self._seconds = 0.1  # of a bin
+        self._bins: list[TimeBin] = []
         self._num_replicas = 1  # that have told of a step
         self._prompts: Counter[int] = Counter()  # by the number of bits of their lengths
         self._outputs: Counter[int] = Counter()
@@ -62,10 +62,10 @@ class RunReport:
         passed = max(0.0, result.ready_at - self._start)  # of several replicas, steps come out of order
         while passed >= MOST_BUCKETS * self._seconds:
             self._seconds *= 2
-            self._buckets = _halved(self._buckets)
+            self._bins = _halved(self._bins)
         index = int(passed / self._seconds)
-        self._buckets += [TimeBin()] * (index + 1 - len(self._buckets))
-        self._buckets[index] = self._buckets[index].plus(TimeBin(1, tokens, result.num_running, result.blocks_used))
+        self._bins += [TimeBin()] * (index + 1 - len(self._bins))
+        self._bins[index] = self._bins[index].plus(TimeBin(1, tokens, result.num_running, result.blocks_used))
 
     def add(self, line: Line, output: RequestOutput) -> None:
         """Count a result."""
@@ -84,13 +84,13 @@ class RunReport:
             raise OSError(error.errno, error.strerror, self._file) from None
 
     def _charts(self) -> list[OverTime | Histogram]:
-        buckets, seconds = self._buckets, self._seconds
-        while len(buckets) > 1 and sum(bucket.steps for bucket in buckets) < 2 * len(buckets):
-            buckets, seconds = _halved(buckets), 2 * seconds  # else the engine looks idle between long steps
-        means = [bucket._replace(steps=max(bucket.steps, 1)) for bucket in buckets]
-        rates = [bucket.tokens / seconds for bucket in means]
-        rows = [self._num_replicas * bucket.rows / bucket.steps for bucket in means]
-        blocks = [100 * bucket.blocks / bucket.steps for bucket in means]
+        bins, seconds = self._bins, self._seconds
+        while len(bins) > 1 and sum(one.steps for one in bins) < 2 * len(bins):
+            bins, seconds = _halved(bins), 2 * seconds  # else the engine looks idle between long steps
+        means = [one._replace(steps=max(one.steps, 1)) for one in bins]
+        rates = [one.tokens / seconds for one in means]
+        rows = [self._num_replicas * one.rows / one.steps for one in means]
+        blocks = [100 * one.blocks / one.steps for one in means]
         return [
             OverTime("Tokens per second, of prompts and outputs", "tokens/s", seconds, rates),
             OverTime("Running rows", "rows", seconds, rows),
@@ -100,9 +100,9 @@ class RunReport:
         ]
 
 
-def _halved(buckets: list[TimeBin]) -> list[TimeBin]:
-    """Return half as many buckets, of twice the time."""
-    pairs = [*buckets, TimeBin()]
+def _halved(bins: list[TimeBin]) -> list[TimeBin]:
+    """Return half as many bins, of twice the time."""
+    pairs = [*bins, TimeBin()]
     return [first.plus(second) for first, second in zip(pairs[::2], pairs[1::2], strict=False)]
 
 

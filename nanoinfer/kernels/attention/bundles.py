@@ -77,7 +77,7 @@ def bundle_reference(
     context_lens: Tensor, first: Tensor, counts: Tensor, most: int, queries: int, own_starts: Tensor | None = None
 ) -> Bundles:
     """`bundle` in torch."""
-    rows, parts = len(counts), -(-(most + 1) // queries)
+    rows, parts = len(counts), cdiv(most + 1, queries)
     query = torch.arange(parts * queries, dtype=torch.int32, device=first.device)
     ends = (counts + 1).where(context_lens[:rows] > 0, 0)[:, None]
     own = torch.arange(rows, dtype=torch.int32, device=first.device)[:, None]

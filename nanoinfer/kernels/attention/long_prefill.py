@@ -94,7 +94,7 @@ def _gather(cache: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
     """Return a copy of the tokens from start to stop, [tokens, kv_heads, head_dim]; table: [max blocks] int32."""
     block_size = cache.shape[1]
     skipped = start // block_size
-    blocks = table[skipped : -(-stop // block_size)]
+    blocks = table[skipped : cdiv(stop, block_size)]
     gathered = as_bytes(cache).index_select(0, blocks).view(cache.dtype).flatten(0, 1)
     return gathered[start - skipped * block_size : stop - skipped * block_size]
 
