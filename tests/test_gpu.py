@@ -276,6 +276,7 @@ class TestStructuredOutputs:
         monkeypatch.setattr(llm.engine.ranks.runner, "call", watched)
         llm.generate([[31]] * 20, params, use_tqdm=False)
 
+    @pytest.mark.alone
     @pytest.mark.parametrize("enforce_eager", [False, True])
     def test_guesses_come_to_the_host_while_the_model_runs(
         self, enforce_eager: bool, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
