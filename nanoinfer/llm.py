@@ -113,8 +113,7 @@ class LLM(
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work. For an image that cannot be
         opened it is raised while the first prompts run, which are dropped.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
             loras = self._loras.check(self, lora_request, alone=True)
             prepared = self._inputs.check(prompts, sampling_params, loras.names)
@@ -145,8 +144,7 @@ class LLM(
 
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
             loras = self._loras.check(self, lora_request, alone=True)
             given = template, chat_template_kwargs, loras.names
@@ -173,8 +171,7 @@ class LLM(
 
         Raises ValueError, before anything runs, as generate does.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             prepared = self._inputs.check(prompts, sampling_params).take()
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.texts.check_detokenizer("stream")
@@ -204,22 +201,6 @@ class LLM(
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _turn(self, alone: bool = False) -> threading.Lock:
-        """Return the lock that a caller holds while the engine runs. Raises RuntimeError if it is taken.
-
-        alone: raise it too while requests of add_request have not ended
-
-        The caller writes `with` itself: only a lock's own `with` releases it wherever an interrupt falls.
-        """
-        if self._busy.locked():
-            raise RuntimeError(
-                "another thread is generating with this LLM or writes its weights, or a stream is open: pass all"
-                " prompts in one call, or close the stream"
-            )
-        if alone and self.has_unfinished_requests():
-            raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
-        return self._busy
 
     def _generate(self, prompts: CallPrompts, use_tqdm: UseTqdm) -> list[RequestOutput]:
         self._check_adapters(prompts.params)

@@ -117,8 +117,7 @@ class SearchesBeams(LoadsAdapters):
         Raises ValueError, before anything runs, as generate does. Raises it too for more beams than the model has
         tokens or the KV cache has room for, and for an LLM of several replicas or with routed_experts.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)

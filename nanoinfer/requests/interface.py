@@ -170,6 +170,11 @@ class AnyRequests(ABC, Generic[R, S]):
         return len(self._running)
 
     @property
+    def are_left(self) -> bool:
+        """Whether requests have not ended, or nobody has taken their outputs."""
+        return bool(self._running or self.finished)
+
+    @property
     @abstractmethod
     def num_added(self) -> int:
         """The number of requests that have been added so far, ended ones included."""

@@ -29,8 +29,7 @@ class QueuesRequests(LoadsAdapters):
         The result has an attribute is_ready: add_request does not wait any more.
         Raises ValueError as generate does, but for what is wrong with images: add_request raises that.
         """
-        self.engine.check_open()
-        with self.engine.alike():
+        with self._door("open"):
             return self._inputs.begin(prompt, sampling_params)
 
     @hints_for("add_request")
@@ -43,8 +42,7 @@ class QueuesRequests(LoadsAdapters):
 
         Raises ValueError as generate does.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn():
             self._check_adapters([prepared.params])
@@ -68,7 +66,7 @@ class QueuesRequests(LoadsAdapters):
         """Whether `step` still has outputs to give."""
         if not self._busy.locked():
             self._requests.settle()
-        return bool(self._requests.num_running or self._requests.finished)
+        return self._requests.are_left
 
     @hints_for("abort")
     def abort(self, request_id: int) -> None:

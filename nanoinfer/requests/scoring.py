@@ -8,17 +8,16 @@ from itertools import islice
 from typing import overload
 
 from nanoinfer.hints import hints_for
+from nanoinfer.requests.door import Door
 from nanoinfer.requests.inputs import Inputs, ManyPrompts, Prompt, SomePrompts
-from nanoinfer.requests.interface import AnyEngine
 from nanoinfer.requests.outputs import RequestOutput, Score, score_of
 from nanoinfer.requests.progress import UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import CallPrompts, Tokens
 
 
-class ScoresTexts(ABC):
+class ScoresTexts(Door, ABC):
     """The method of LLM that scores continuations."""
 
-    engine: AnyEngine
     _inputs: Inputs
 
     @abstractmethod
@@ -68,8 +67,7 @@ class ScoresTexts(ABC):
 
         Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
         """
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
             prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter)
         scores = map(score_of, self._generate(prepared, use_tqdm if counts is not None else False))

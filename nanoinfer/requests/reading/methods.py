@@ -102,7 +102,7 @@ class ReadsTexts(LoadsAdapters):
         first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
         latest. Of an iterator's texts the error is raised when their turn comes.
         """
-        with self.engine.alike():
+        with self._door("ready"):
             reading = self._embedding(prompt_name, dimensions)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
@@ -129,8 +129,7 @@ class ReadsTexts(LoadsAdapters):
 
         Raises ValueError as embed does.
         """
-        self.engine.check_open()
-        with self.engine.alike():
+        with self._door("open"):
             reading = self._embedding(prompt_name, dimensions)
             settings = settings_for(reading.read, check_adapter("adapter", adapter))
             return self._inputs.begin_text("prompt", prompt, settings, reading.ask, reading.output)
@@ -172,7 +171,7 @@ class ReadsTexts(LoadsAdapters):
 
         Raises ValueError as embed does, and for a checkpoint without a classifier's head.
         """
-        with self.engine.alike():
+        with self._door("ready"):
             self._classes.check("classify")
         reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
@@ -232,7 +231,7 @@ class ReadsTexts(LoadsAdapters):
         def output(request: AnyRequest) -> RerankOutput:
             return self._pairs.output(request, next(numbers))
 
-        with self.engine.alike():
+        with self._door("ready"):
             if is_classifier:
                 self._classes.check("rerank", 1)
             read = self._pairs.model.read
@@ -250,8 +249,7 @@ class ReadsTexts(LoadsAdapters):
         lora_request: GivenLora,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
-        self.engine.check_ready()
-        with self.engine.alike():
+        with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
             if lora_request is not None:
                 check_none("adapter", adapter, "lora_request names adapters")

@@ -11,13 +11,13 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.hints import hints_for
+from nanoinfer.requests.door import Door
 from nanoinfer.requests.interface import Fate
-from nanoinfer.requests.turns import TakesTurns
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 
 
-class LoadsAdapters(TakesTurns):
+class LoadsAdapters(Door):
     """What an LLM does with adapters beside its model: low-rank matrices of a fine-tuned variant, as PEFT makes them.
 
     A request names its adapter in its settings. Requests of one step may name any; the others get the model alone.
@@ -48,8 +48,7 @@ class LoadsAdapters(TakesTurns):
         Raises ValueError for tensors and settings that do not fit the model, for a rank above max_adapter_rank, and
         for more than max_adapters. Raises RuntimeError if max_adapters is 0, or the weights are lent.
         """
-        self.engine.check_writable()
-        with self.engine.alike():
+        with self._door("writable"):
             self.engine.adapters.check_slots()
             name = _check_name(name)
             begin = self._requests.before_new_weights(in_flight, name)
@@ -67,8 +66,7 @@ class LoadsAdapters(TakesTurns):
 
         alone: as for _turn
         """
-        self.engine.check_writable()
-        with self.engine.alike():
+        with self._door("writable"):
             opened = open_adapter(name, folder)
         with self._turn(alone):
             self.engine.adapters.check(opened)
@@ -82,8 +80,7 @@ class LoadsAdapters(TakesTurns):
 
         Raises ValueError for a name that is not loaded, and RuntimeError while requests of it have not ended.
         """
-        self.engine.check_open()
-        with self.engine.alike():
+        with self._door("open"):
             name = _check_name(name)
         with self._turn():
             with self.engine.alike():

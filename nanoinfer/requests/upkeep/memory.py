@@ -7,10 +7,10 @@ from collections.abc import Sequence as ListLike
 from nanoinfer.checks import check_int, check_subset
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.turns import TakesTurns
+from nanoinfer.requests.door import Door
 
 
-class LendsMemory(TakesTurns):
+class LendsMemory(Door):
     """The methods of LLM that give back what the KV cache holds, and the memory of cache and weights."""
 
     @hints_for("reset_prefix_cache")
@@ -33,8 +33,7 @@ class LendsMemory(TakesTurns):
 
         Raises RuntimeError while requests run, or if the host has no room for the weights.
         """
-        self.engine.check_open()
-        with self.engine.alike():
+        with self._door("open"):
             check_int("level", level, 1, 2)
         with self._turn(alone=True):
             self.engine.sleep(keep_weights=level == 1)
@@ -47,8 +46,7 @@ class LendsMemory(TakesTurns):
 
         Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
         """
-        self.engine.check_open()
-        with self.engine.alike():
+        with self._door("open"):
             wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
         with self._turn():
             self.engine.wake_up(wanted)

@@ -10,12 +10,12 @@ from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
+from nanoinfer.requests.door import Door
 from nanoinfer.requests.interface import Fate
-from nanoinfer.requests.turns import TakesTurns
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class ChangesWeights(TakesTurns):
+class ChangesWeights(Door):
     """The methods of LLM that change its weights, in place."""
 
     config: Config
@@ -45,8 +45,7 @@ class ChangesWeights(TakesTurns):
         Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises it in the end for missing
         tensors, and for numbers that are not finite. The weights are then incomplete too, if the LLM has written any.
         """
-        self.engine.check_writable()
-        with self.engine.alike():
+        with self._door("writable"):
             partial = check_flag("partial", partial)
             source = TensorSource(named_tensors, partial, self.config.description.beside)
             begin = self._requests.before_new_weights(in_flight)
@@ -65,8 +64,7 @@ class ChangesWeights(TakesTurns):
         Raises ValueError if names, shapes or dtypes do not fit, before anything is written. Raises it in the end for
         numbers that are not finite. The weights are then incomplete.
         """
-        self.engine.check_writable()
-        with self.engine.alike():
+        with self._door("writable"):
             folder = find_folder("model", model, revision, CHECKPOINT_FILES)
             source = FileSource(folder, self.config.description.beside)
             begin = self._requests.before_new_weights(in_flight)
