@@ -16,7 +16,7 @@ from nanoinfer.batch import run
 from nanoinfer.batch.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
 from nanoinfer.batch.lines import MOST_OF_REASON, Line, LineError
 from nanoinfer.batch.report.report import (
-    MOST_BUCKETS,
+    MOST_BINS,
     MOST_OF_ID,
     MOST_OF_PROMPT,
     MOST_OF_TEXT,
@@ -102,7 +102,7 @@ class TestRun:
     def test_a_long_one_takes_no_more_room(self, report: RunReport, by_hand: None) -> None:
         take_steps(report, [float(second) for second in range(10_000)])
         page = page_of(report)
-        assert page.count("<rect") < 3 * MOST_BUCKETS + 3
+        assert page.count("<rect") < 3 * MOST_BINS + 3
         numbers = [float(number) for number in re.findall(r"s: ([\d.]+)</title>", page)]
         count = len(numbers) // 3
         rates, rows, blocks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]

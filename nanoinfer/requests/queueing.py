@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from nanoinfer.hints import hints_for
@@ -17,7 +16,6 @@ class QueuesRequests(LoadsAdapters):
     """The methods of LLM that queue requests and run one step at a time."""
 
     _inputs: Inputs
-    _busy: threading.Lock
 
     @hints_for("prepare")
     def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> ComingRequest:

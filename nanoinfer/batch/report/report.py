@@ -13,7 +13,7 @@ from nanoinfer.batch.report.page import Result, make_page
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput
 
-MOST_BUCKETS = 240  # of the run's time; once there are more, each takes twice the time
+MOST_BINS = 240  # of the run's time; once there are more, each takes twice the time
 MOST_RESULTS = 10  # that are shown
 MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT = 60, 120, 300  # characters of a result's texts that are shown
 
@@ -60,7 +60,7 @@ class RunReport:
             self._start, tokens = result.ready_at, 0  # the step took its time before the start
         self._num_replicas = max(self._num_replicas, result.replica + 1)
         passed = max(0.0, result.ready_at - self._start)  # of several replicas, steps come out of order
-        while passed >= MOST_BUCKETS * self._seconds:
+        while passed >= MOST_BINS * self._seconds:
             self._seconds *= 2
             self._bins = _halved(self._bins)
         index = int(passed / self._seconds)

@@ -249,7 +249,7 @@ class ReadsTexts(LoadsAdapters):
         lora_request: GivenLora,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
-        with self._door("ready"):
+        with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
             if lora_request is not None:
                 check_none("adapter", adapter, "lora_request names adapters")

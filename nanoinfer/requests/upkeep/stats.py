@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from nanoinfer.engine.results.stats import Stats
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.interface import AnyEngine
+from nanoinfer.requests.door import Door
 
 
-class KeepsStats:
+class KeepsStats(Door):
     """The figures of LLM's work."""
-
-    engine: AnyEngine
 
     @hints_for("stats")
     def stats(self) -> Stats:
