@@ -44,7 +44,7 @@ from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
-from nanoinfer.requests.request import Fate
+from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.requests.vllm.lora import GivenLora
 from nanoinfer.runner.memory.plan import MemoryPlan
 

@@ -114,9 +114,18 @@ class CandidatesLog:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def logprobs(self, decode: Decode | None, start: int = 0) -> list[dict[int, LogProb]]:
-        """Return the entries from number `start` on as Candidates.logprobs has them."""
-        return [self._entry(index).logprobs(decode) for index in range(start, len(self))]
+    def since(self, start: int) -> CandidatesLog:
+        """Return the entries from number `start` on."""
+        if start == 0:
+            return self
+        log = CandidatesLog()
+        begin, log._width = start * self._width, self._width
+        log._ids, log._values, log._ranks = self._ids[begin:], self._values[begin:], self._ranks[start:]
+        return log
+
+    def logprobs(self, decode: Decode | None) -> list[dict[int, LogProb]]:
+        """Return the entries as Candidates.logprobs has them."""
+        return [self._entry(index).logprobs(decode) for index in range(len(self))]
 
     def _entry(self, index: int) -> Candidates:
         own = slice(index * self._width, (index + 1) * self._width)

@@ -529,7 +529,7 @@ HITS = 48 * len(PROMPTS)
 
 
 def token_ids(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams | None = None) -> list[list[int]]:
-    return [output["token_ids"] for output in llm.generate(prompts, params or greedy(8), use_tqdm=False)]
+    return [output["token_ids"] for output in llm.generate(prompts, params or greedy(4), use_tqdm=False)]
 
 
 def num_cached(llm: LLM) -> int:

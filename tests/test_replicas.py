@@ -539,7 +539,7 @@ def strike(llm: LLM, victim: int, sent: signal.Signals) -> None:
 
 def busy(llm: LLM) -> list[int]:
     """Return the replicas that hold samples."""
-    return [index for index in llm.engine.ready if llm._requests._sharing.num_held(index)]
+    return [index for index in llm.engine.ready if llm._requests._computes.sharing.num_held(index)]
 
 
 def wait_for_step(llm: LLM) -> None:

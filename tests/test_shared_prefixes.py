@@ -441,7 +441,7 @@ class TestGenerate:
         assert not llm.has_unfinished_requests()
         prompts = [[5, *HEAD], [6, *HEAD], [5, *HEAD, 7], [5, *HEAD, 8]]
         for engine in (llm, alone):
-            engine.engine.num_requests = 100  # so that their seeds are the same
+            engine._requests.num_added = 100  # so that their seeds are the same
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         first, second = (
             [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]

@@ -24,6 +24,7 @@ from nanoinfer.engine.step import PrefillStep
 from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.messages import Report, StepFigures
 from nanoinfer.replicas.replicas import Replicas
+from nanoinfer.requests.tasks.messages import Progress
 from nanoinfer.requests.outputs import RequestOutput, Timings
 from nanoinfer.requests.progress import make_bar
 
@@ -195,7 +196,7 @@ class TestEnds:
         def fail(*args: object) -> str:
             raise LookupError("no such token")
 
-        monkeypatch.setattr("nanoinfer.requests.request.decode", fail)
+        monkeypatch.setattr("nanoinfer.requests.tasks.sample.decode", fail)
         outputs = llm.generate([[30], [31]], greedy(3), use_tqdm=False)
         assert [output.finish_reason for output in outputs] == ["error", "error"]
         assert llm.stats().finish_reasons == {"error": 2}
@@ -390,7 +391,9 @@ def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later
     replicas.on_step = seen.append
     now = time.perf_counter()
     for ready_at in (now - 1, now + 1):
-        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0, 0, 0)])
+        report = Report(
+            0, 0, [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0, 0, 0)], Progress([], [], [])
+        )
         replicas._note_steps(0, report)
     assert counts(replicas.counters.stats()) == {
         "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,

@@ -446,7 +446,7 @@ class TestText:
 
     def test_a_stop_string_ends_a_request_with_its_last_token(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """The token may also hold the beginning of a character after the stop string."""
-        monkeypatch.setattr(llm._requests, "_tokenizer", TOKENIZERS["byte level"])
+        monkeypatch.setattr(llm._requests._computes, "_tokenizer", TOKENIZERS["byte level"])
         token = 1 + STRADDLING.index(b"STOP\xe2")
         params = [greedy(1, logit_bias={token: 1000.0}, stop=stop) for stop in ("STOP", None)]
         stopped, whole = llm.generate([[30], [30]], params, use_tqdm=False)
@@ -588,7 +588,7 @@ class TestResults:
                     raise LookupError("no such token")
                 return decode(tokenizer, seq)
 
-            monkeypatch.setattr("nanoinfer.requests.request.decode", fail)
+            monkeypatch.setattr("nanoinfer.requests.tasks.sample.decode", fail)
         else:
             update = Detokenizer.update
 

@@ -39,7 +39,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
-from nanoinfer.requests.request import Fate
+from nanoinfer.requests.tasks.messages import Fate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,7 +23,7 @@ from nanoinfer.batch.lines import MEDIA, PROMPTS, TEMPLATE, complete, take_promp
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
-from nanoinfer.replicas.requests import UNBEGUN
+from nanoinfer.replicas.tasks import UNBEGUN
 from nanoinfer.requests.inputs import Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
 from nanoinfer.requests.prompts import ComingRequest

@@ -1,32 +1,11 @@
-"""Messages: what crosses between an LLM's process and its replicas, pickled: plain data, many requests at a time."""
+"""Messages: what a replica's process tells the LLM's, pickled: plain data, many requests at a time."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from nanoinfer.requests.results import SampleResult
+from nanoinfer.requests.tasks.messages import Progress
 from nanoinfer.runner.memory.plan import MemoryPlan
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.spans import VisionPrompt
-
-
-class Task(NamedTuple):
-    """Samples of a request that a replica is to compute.
-
-    number: the request's
-    prompt: its tokens, with images as the user gave them, if there are some
-    seed: the request's, from which each sample's is made
-    first, num_samples: the first sample's number, and how many there are from it on
-    streams: the replica tells of each step's tokens
-    """
-
-    number: int
-    prompt: list[int] | VisionPrompt
-    params: SamplingParams
-    seed: int
-    first: int
-    num_samples: int
-    streams: bool
 
 
 class StepFigures(NamedTuple):
@@ -55,15 +34,13 @@ class Report(NamedTuple):
 
     round: that of the tasks; a report of an earlier round tells of requests that were dropped
     begun: so many more samples have begun, in the order of their tasks
-    ended: request numbers, and the results of samples; each task that does not stream ends once
-    pieces: request numbers, sample numbers, and the fields of StreamOutputs
+    figures: of steps, of which `progress` has none until they have crossed
     """
 
     round: int
     begun: int
-    ended: list[tuple[int, list[SampleResult]]]
-    pieces: list[tuple[int, int, dict[str, Any]]]
-    steps: list[StepFigures]
+    figures: list[StepFigures]
+    progress: Progress
 
 
 class Ready(NamedTuple):

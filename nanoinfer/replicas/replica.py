@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
@@ -24,18 +25,16 @@ from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
-from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload, unpacked
-from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
+from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures
 from nanoinfer.requests.images import ImageInputs
-from nanoinfer.requests.interface import Fate
-from nanoinfer.requests.prompts import Prepared
-from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.settings import SettingsReader
+from nanoinfer.requests.tasks.messages import Fate, Task
+from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.start.voice import name_hardware
@@ -132,16 +131,16 @@ class Life:
 
 
 class Replica:
-    """One engine and its requests, which are tasks of the LLM's process.
+    """One engine and its tasks.
 
-    It changes requests outside `with requests`: no interrupt reaches it, and an error ends it. So the error is told
-    before anything is freed, which ends the process if PyTorch aborts.
+    No interrupt reaches it, and an error ends it. The error is told before anything is freed, which ends the process
+    if PyTorch aborts.
     """
 
     def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
         self.engine = LLMEngine(config)
         tokenizer = load_tokenizer(config, is_replica=True)
-        self._requests = Requests(self.engine, tokenizer)
+        self._tasks = Tasks(self.engine, tokenizer)
         self._images = ImageInputs(config, tokenizer) if config.sees else None
         self._settings = SettingsReader(config, TextTokenizer(config, tokenizer))
         self._pipe, self._outbox, self._life = pipe, outbox, life
@@ -150,11 +149,8 @@ class Replica:
         self._call = 0  # the newest call's number
         self._refused = ""  # why what took a trainer's tensors last has failed
         self._adapter: Adapter = {}  # the newest one that `read_adapter` has checked
-        self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
         self._unbegun: deque[Sequence] = deque()
-        self._steps: list[StepFigures] = []  # since the last report
         self._reported_at = 0.0
-        self.engine.on_step = self._note_step
 
     def run(self) -> None:
         """Do what arrives, and steps while requests run, until "close"."""
@@ -166,14 +162,14 @@ class Replica:
                     return
                 getattr(self, method)(*args)
             self._life.step = step
-            self._requests.step()
+            self._tasks.step()
             self._life.step = None
             self._report()
 
     @property
     def _can_step(self) -> bool:
-        """Whether requests run, and wait for no weights after an update that broke off."""
-        return bool(self._requests.num_running) and not self.engine.updater.missing
+        """Whether there are tasks, which wait for no weights after an update that broke off."""
+        return self._tasks.are_left and not self.engine.updater.missing
 
     def _receive(self) -> None:
         """Take what arrives at once: the other process must never wait for this one, which may wait for it."""
@@ -183,28 +179,18 @@ class Replica:
         except (EOFError, OSError):
             self._inbox.put(("close", ()))
 
-    def _note_step(self, step: StepResult) -> None:
-        self._steps.append(StepFigures._make(FIGURES(step)))
-
     def _report(self) -> None:
         """Tell what is new, all at once, if anything has begun or ended, and otherwise now and then."""
         begun = 0
         while self._unbegun and _has_begun(self._unbegun[0]):
             self._unbegun.popleft()
             begun += 1
-        ended = []
-        pieces = []
-        for sample in dict.fromkeys(self._requests.take_changed()):
-            piece = dict(sample.take_new(0).items())
-            pieces.append((self._numbers[sample.seq.request_id], sample.seq.sample_index, piece))
-        for request in self._requests.take_finished():
-            number = self._numbers.pop(request.id)
-            if not request.samples[0].streams:  # otherwise the last pieces have told it
-                ended.append((number, request.results()))
         now = time.monotonic()
-        if begun or ended or pieces or now - self._reported_at > QUIET_SECONDS:
-            self._outbox.send(Report(self._round, begun, ended, pieces, self._steps))
-            self._steps, self._reported_at = [], now
+        if begun or self._tasks.has_news or now - self._reported_at > QUIET_SECONDS:
+            progress = self._tasks.take_progress()
+            figures = [StepFigures._make(FIGURES(step)) for step in progress.steps]
+            self._outbox.send(Report(self._round, begun, figures, progress._replace(steps=[])))
+            self._reported_at = now
 
     def limit(self, max_model_len: int) -> None:
         """Let no sequence be longer than the replica with the fewest blocks allows: results would differ."""
@@ -214,30 +200,20 @@ class Replica:
         """Queue tasks of a round."""
         self._round = round
         for task in tasks:
-            samples = range(task.first, task.first + task.num_samples)
-            grammar = self._settings.compile("sampling_params", task.params)
             if isinstance(task.prompt, VisionPrompt):
                 assert self._images is not None
                 self._images.adopt(task.prompt)
-            prompt = Prepared(task.prompt, None, task.params, grammar, task.seed, samples)
-            request = self._requests.add(prompt, task.streams)
-            self._numbers[request.id] = task.number
-            self._unbegun += [sample.seq for sample in request.samples]
+            grammar = self._settings.compile("sampling_params", task.params)
+            self._unbegun += self._tasks.add(task._replace(grammar=grammar))
 
     def abort(self, number: int) -> None:
         """End the tasks of a request."""
-        for request in self._find(number):
-            self._requests.abort(request)
+        self._tasks.abort(number)
         self._report()
-
-    def _find(self, number: int) -> list[Request]:
-        found = [self._requests.find(own) for own, known in self._numbers.items() if known == number]
-        return [request for request in found if request is not None]
 
     def drop(self) -> None:
         """Drop all tasks: those that come next are of another round."""
-        self._requests.abort_all()
-        self._numbers.clear()
+        self._tasks.drop()
         self._unbegun.clear()
 
     def call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
@@ -270,7 +246,7 @@ class Replica:
         """Write the weights of files, which have this version. Raises ValueError as Updater.load does."""
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
-        updater.load(source, in_flight, self._requests.before_new_weights(in_flight))
+        updater.load(source, in_flight, self._preparing(in_flight))
 
     def check_weights(self, shapes: list[Shape], is_partial: bool) -> None:
         """Raise ValueError if a trainer's tensors do not fit."""
@@ -294,7 +270,7 @@ class Replica:
             updater.drop()
         source = TensorSource(unload(self._loads(), segment), is_partial, may_be_empty=True)
         with self._refusing():
-            updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
+            updater.update(source, in_flight, self._preparing(in_flight))
         return updater.version, updater.lacks
 
     def read_adapter(self, segment: SharedSegment, name: str, config: AdapterConfig) -> LoadedAdapter:
@@ -311,7 +287,7 @@ class Replica:
     def write_adapter(self, name: str, in_flight: Fate) -> None:
         """Load the adapter that `read_adapter` has checked."""
         adapter, self._adapter = self._adapter, {}
-        self.engine.adapters.write(name, adapter, self._requests.before_new_weights(in_flight, name))
+        self.engine.adapters.write(name, adapter, self._preparing(in_flight, name))
         self._report()  # in_flight="abort" has ended some
 
     def adopt_adapter(self, name: str, config: AdapterConfig, tensors: list[tuple[Shape, bytes]]) -> None:
@@ -322,6 +298,10 @@ class Replica:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter, of which no tasks are left."""
         self.engine.adapters.unload(name)
+
+    def _preparing(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
+        """Return the function that prepares tasks for new weights."""
+        return partial(self._tasks.prepare, in_flight, adapter)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from nanoinfer.replicas.freight import load
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.updater import ALL, ReplicaUpdater
+from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan, tell
 from nanoinfer.runner.start.voice import Voice
@@ -69,6 +70,7 @@ class Replicas:
         self._failure: str | None = None  # why all have ended
         self._asleep: set[Tag] = set()
         self._news: list[News] = []
+        self._round = 0  # of tasks, from one drop of all to the next
         self._num_calls = 0
         self._asked: set[int] = set()  # the replicas that have not answered the newest call
         self._answers: dict[int, Reply] = {}  # by replica, to that call
@@ -127,6 +129,15 @@ class Replicas:
         if self._owner == os.getpid():
             for index in self.ready:
                 self.send(index, method, *args)
+
+    def hand_out(self, index: int, tasks: list[Task]) -> None:
+        """Let a replica queue tasks."""
+        self.send(index, "take", self._round, tasks)
+
+    def drop_tasks(self) -> None:
+        """Let all replicas forget all tasks; what they still tell of these is no news."""
+        self._round += 1
+        self.tell_all("drop")
 
     @property
     def has_news(self) -> bool:
@@ -193,8 +204,9 @@ class Replicas:
             with delayed_interrupt():
                 match self._processes[index].receive():
                     case Report() as report:
-                        self._news.append((index, report))
                         self._note_steps(index, report)
+                        if report.round == self._round:
+                            self._news.append((index, report))
                     case Reply() as reply:
                         if reply.call == self._num_calls:
                             self._answers[index] = reply
@@ -229,7 +241,9 @@ class Replicas:
                     self._join(index)
 
     def _note_steps(self, index: int, report: Report) -> None:
-        for result in results_of(index, report):
+        for figures in report.figures:
+            result = StepResult([], [], *figures, replica=index)
+            report.progress.steps.append(result)
             if self.counters.covers(result):
                 self.counters.note_step(result, self.on_step)
             elif self.on_step is not None:
@@ -352,11 +366,6 @@ class Replicas:
         with delayed_interrupt():
             self.call("wake_up", tags)
             self._asleep.difference_update(tags)
-
-
-def results_of(index: int, report: Report) -> Iterable[StepResult]:
-    """Return the steps of a replica's report."""
-    return [StepResult([], [], *step, replica=index) for step in report.steps]
 
 
 def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:

@@ -13,9 +13,11 @@ from nanoinfer.process import first_launch
 from nanoinfer.process.compile_once import compile_once
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
-from nanoinfer.replicas.requests import ReplicaRequests
-from nanoinfer.requests.interface import AnyEngine, SomeRequests
-from nanoinfer.requests.request import Requests
+from nanoinfer.replicas.tasks import SharedTasks
+from nanoinfer.requests.interface import AnyEngine
+from nanoinfer.requests.requests import Requests
+from nanoinfer.requests.tasks.messages import Computes
+from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.runner.start.voice import Voice, name_hardware
 
@@ -64,20 +66,25 @@ class Start:
         if isinstance(self._others, Replicas):
             self._others.begin(config)
 
-    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests, str]:
+    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, Requests, str]:
         """Start an engine in this process, or wait for those of the replicas, and introduce it.
 
         Returns the engine, its requests, and the line that introduces it.
         """
-        if isinstance(others := self._others, Replicas):
-            others.wait_until_ready()
-            line = _introduce(config, others.memory, others.hardware, Voice(config))
-            return others, ReplicaRequests(others, config, tokenizer), line
-        engine = LLMEngine(config, others)
-        runner = engine.ranks.runner
-        hardware = name_hardware(runner.device, runner.threads)
-        line = _introduce(config, engine.memory, hardware, Voice(config, runner.tp.rank))
-        return engine, Requests(engine, tokenizer), line
+        engine: AnyEngine
+        computes: Computes
+        if isinstance(self._others, Replicas):
+            engine = replicas = self._others
+            replicas.wait_until_ready()
+            line = _introduce(config, replicas.memory, replicas.hardware, Voice(config))
+            computes = SharedTasks(replicas, config)
+        else:
+            engine = one = LLMEngine(config, self._others)
+            runner = one.ranks.runner
+            hardware = name_hardware(runner.device, runner.threads)
+            line = _introduce(config, one.memory, hardware, Voice(config, runner.tp.rank))
+            computes = Tasks(one, tokenizer)
+        return engine, Requests(computes, engine.counters, config.seed, tokenizer), line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.replicas.freight import Shape, shared_memory
-from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 if TYPE_CHECKING:

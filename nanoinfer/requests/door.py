@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
-from nanoinfer.requests.interface import AnyEngine, SomeRequests
+from nanoinfer.requests.interface import AnyEngine
+from nanoinfer.requests.requests import Requests
 
 State = Literal["open", "ready", "writable"]
 
@@ -16,7 +17,7 @@ class Door:
     """A base of LLM: whoever computes, its requests, and the turn of a thread that calls."""
 
     engine: AnyEngine
-    _requests: SomeRequests
+    _requests: Requests
     _busy: threading.Lock
 
     def _door(self, state: State) -> AbstractContextManager[None]:

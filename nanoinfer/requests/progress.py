@@ -12,9 +12,10 @@ from nanoinfer.checks import check_flag, short
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.process.bar import Bar
-from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import Output, StreamOutput
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.requests import Requests
 
 REFRESH_SECONDS = 1.0  # of a bar's tokens and rates
 
@@ -59,14 +60,12 @@ def check_use_tqdm(use_tqdm: UseTqdm) -> UseTqdm:
     return check_flag("use_tqdm", use_tqdm, "True or False, or a function that makes a bar as tqdm does")
 
 
-def run_all(
-    requests: SomeRequests, count: int, take: Callable[[], list[Prepared]], use_tqdm: UseTqdm
-) -> list[AnyRequest]:
+def run_all(requests: Requests, count: int, take: Callable[[], list[Prepared]], use_tqdm: UseTqdm) -> list[Request]:
     """Queue all prompts of a call, step until their requests have ended, and take and return these, in their order.
 
     count: of the prompts; take: returns those that come next, before a step; use_tqdm: whether to show how far they are
     """
-    added: list[AnyRequest] = []
+    added: list[Request] = []
     with closing(make_bar(count, use_tqdm, "Generating")) as bar:
         shown, num_finished = Shown(bar), 0
         while len(added) < count or requests.num_running:
@@ -132,7 +131,7 @@ def make_bar(count: int | None, use_tqdm: UseTqdm, what: str) -> Any:
 
 
 def stream_all(
-    requests: SomeRequests, streamed: Collection[AnyRequest], check_open: Callable[[], None]
+    requests: Requests, streamed: Collection[Request], check_open: Callable[[], None]
 ) -> Generator[StreamOutput, None, None]:
     """Step until all of `streamed` have ended, and yield what their samples have that is new.
 

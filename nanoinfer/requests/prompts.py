@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     tokenize: Callable[[str], list[int]] | None = None
 
 
-OutputOf = Callable[[Any], Any]  # what makes the output of an AnyRequest that is read
+OutputOf = Callable[[Any], Any]  # what makes the output of a Request that is read
 
 
 class ComingRequest(NamedTuple):
@@ -67,7 +67,6 @@ class Prepared(NamedTuple):
 
     prompt, params, grammar: its tokens, with images if there are some, and its settings
     text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
-    seed, samples: as for LLMEngine.add_request
     output_of: makes the output of a text that is read; None: the request generates
     """
 
@@ -75,19 +74,12 @@ class Prepared(NamedTuple):
     text: str | None
     params: SamplingParams
     grammar: Grammar | None
-    seed: int | None = None
-    samples: range | None = None
     output_of: OutputOf | None = None
 
     @property
     def token_ids(self) -> list[int]:
         """Its tokens, in which each image has all of its placeholders."""
         return ids_of(self.prompt)
-
-    def beginning(self, count: int) -> int:
-        """Return a hash of its first tokens, and of the images there."""
-        spans = self.prompt.spans if isinstance(self.prompt, VisionPrompt) else ()
-        return hash((*self.token_ids[:count], *(span.key for span in spans if span.start < count)))
 
 
 class CallPrompts:
@@ -140,3 +132,9 @@ class CallPrompts:
 def ids_of(prompt: SomeTokens) -> list[int]:
     """Return a prompt's tokens, in which each image has all of its placeholders."""
     return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
+
+
+def beginning_of(prompt: SomeTokens, count: int) -> int:
+    """Return a hash of a prompt's first tokens, and of the images there."""
+    spans = prompt.spans if isinstance(prompt, VisionPrompt) else ()
+    return hash((*ids_of(prompt)[:count], *(span.key for span in spans if span.start < count)))

@@ -6,8 +6,8 @@ from typing import Any
 
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.inputs import Inputs, Prompt
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.sampling_params import SamplingParams
 
@@ -81,6 +81,6 @@ class QueuesRequests(LoadsAdapters):
             self._requests.abort(request)
 
 
-def _output_of(request: AnyRequest) -> Any:
+def _output_of(request: Request) -> Any:
     make = request.prompt.output_of
     return request.output() if make is None else make(request)

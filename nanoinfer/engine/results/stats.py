@@ -213,11 +213,6 @@ class Counters:
         self._reasons["abort"] += sum(nums_samples)
         self._num_requests += len(nums_samples)
 
-    def change_end(self, before: FinishReason, after: FinishReason) -> None:
-        """Count a sample for another reason than before."""
-        self._reasons[before] -= 1  # less than none after a reset
-        self._reasons[after] += 1
-
     def stats(self) -> Stats:
         """Return what has been counted."""
         prefill, decode = list(self._rates.prefill.values()), list(self._rates.decode.values())

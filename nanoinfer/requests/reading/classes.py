@@ -11,9 +11,9 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.models.classes import CLASSIFIERS
 from nanoinfer.pooling.activations import Vector, sigmoid
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, facts_of
+from nanoinfer.requests.request import Request
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,7 +46,7 @@ class Classes:
         last = next((place for place in reversed(range(len(ids))) if ids[place] != pad), 0)
         return prompt._replace(prompt=ids[: last + 1])
 
-    def classified(self, request: AnyRequest) -> ClassificationOutput:
+    def classified(self, request: Request) -> ClassificationOutput:
         """Return the output of a text."""
         result = request.first_result()
         logits, probs, label = result.pooled, None, None

@@ -14,10 +14,10 @@ from nanoinfer.config import Config
 from nanoinfer.pooling.activations import Vector
 from nanoinfer.pooling.read import Read
 from nanoinfer.pooling.sentence_model import SentenceModel, read_sentence_model
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.prompts import Asked
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import EmbeddingOutput, facts_of
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.text.texts import TextTokenizer
 
 SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.normalize counts it
@@ -88,7 +88,7 @@ class Embeddings:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked
 
-    def output(self, request: AnyRequest, dimensions: int | None) -> EmbeddingOutput:
+    def output(self, request: Request, dimensions: int | None) -> EmbeddingOutput:
         """Return the output of a text. dimensions: as check_dimensions returns it"""
         result, embedding = request.first_result(), None
         if result.pooled is not None:

@@ -9,9 +9,10 @@ from contextlib import closing
 from nanoinfer.config import Config
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
-from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.requests import Requests
 
 STEPS_AHEAD = 4  # so many steps' texts are on their way, that none waits for the caller or the tokenizer
 
@@ -46,19 +47,19 @@ class ShownTexts(Shown):
 
 
 def read_all(
-    requests: SomeRequests,
+    requests: Requests,
     room: Room,
     take: Callable[[], Prepared | None],
     count: int | None,
     use_tqdm: UseTqdm,
     check_open: Callable[[], None],
-) -> Generator[AnyRequest, None, None]:
+) -> Generator[Request, None, None]:
     """Queue texts while there is room, step, and yield the requests that have ended, in the order of the texts.
 
     take: returns the next text, or None behind the last one; count: of the texts, if known
     check_open: raises an error if the engine can make no steps any more
     """
-    added: deque[AnyRequest] = deque()
+    added: deque[Request] = deque()
     has_more = True
     with closing(make_bar(count, use_tqdm, "Reading")) as bar:
         shown, num_ended, num_added = ShownTexts(bar), 0, 0
@@ -81,7 +82,7 @@ def read_all(
             yield from _ended(added, room)
 
 
-def _ended(added: deque[AnyRequest], room: Room) -> Iterator[AnyRequest]:
+def _ended(added: deque[Request], room: Room) -> Iterator[Request]:
     """Take away the requests that have ended, up to the first that has not."""
     while added and not added[0].num_running:
         room.take(added[0].prompt, sign=-1)

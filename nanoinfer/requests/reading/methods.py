@@ -15,7 +15,6 @@ from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import CallPrompts, ComingRequest, Prepared
@@ -25,6 +24,7 @@ from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
 
@@ -228,7 +228,7 @@ class ReadsTexts(LoadsAdapters):
         is_classifier, numbers = self.config.description.labels is not None, count()
         trim = self._classes.trim if is_classifier else as_it_is
 
-        def output(request: AnyRequest) -> RerankOutput:
+        def output(request: Request) -> RerankOutput:
             return self._pairs.output(request, next(numbers))
 
         with self._door("ready"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.pooling.activations import Vector
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
-from nanoinfer.requests.results import SampleResult
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.tasks.results import SampleResult
 
 
 class EmbeddingOutput(Output):
@@ -115,7 +115,7 @@ class RerankOutput(Output):
         return self
 
 
-def facts_of(request: AnyRequest, result: SampleResult) -> dict[str, Any]:
+def facts_of(request: Request, result: SampleResult) -> dict[str, Any]:
     """Return the keys that all these outputs have, for a text that has been read."""
     error = None
     if result.pooled is None:

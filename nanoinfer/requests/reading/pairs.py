@@ -10,9 +10,9 @@ from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.pooling.cross_encoder import LABELS, CrossEncoder, read_cross_encoder
 from nanoinfer.pooling.read import Read
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 
 BEGIN = (
@@ -90,7 +90,7 @@ class TextPairs:
         begin, end = (self._texts.tokenize("rerank", text, add_special_tokens=False) for text in (BEGIN, END))
         return begin, end
 
-    def output(self, request: AnyRequest, index: int) -> RerankOutput:
+    def output(self, request: Request, index: int) -> RerankOutput:
         """Return the output of the document at `index`, whose text is the prompt's."""
         result = request.first_result()
         score = None if result.pooled is None else float(self.model.score(result.pooled))

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
-from nanoinfer.requests.interface import AnyRequest
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import AdapterNames, Settings
 from nanoinfer.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ class Reading(Generic[SomeOutput]):
     """
 
     read: Read
-    output: Callable[[AnyRequest], SomeOutput]
+    output: Callable[[Request], SomeOutput]
     ask: Callable[[Asked], Asked] = as_it_is
     trim: Callable[[Prepared], Prepared] = as_it_is
     name: str = "prompts"

@@ -12,7 +12,7 @@ from nanoinfer.checks import short
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
-from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 

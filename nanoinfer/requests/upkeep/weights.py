@@ -11,7 +11,7 @@ from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.requests.door import Door
-from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 

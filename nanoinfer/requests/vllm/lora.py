@@ -13,8 +13,10 @@ from nanoinfer.checks import as_list, check_flag, check_int, short
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.adapters import NO_SLOTS, LoadedAdapter
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
+from nanoinfer.requests.interface import AnyEngine
+from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.settings import AdapterNames
+from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.adapters.source import AdapterSource
 
 
@@ -60,7 +62,7 @@ class Adaptable(Protocol):
 
     config: Config
     engine: AnyEngine
-    _requests: SomeRequests
+    _requests: Requests
 
     @property
     def adapters(self) -> dict[str, LoadedAdapter]:

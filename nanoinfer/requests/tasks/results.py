@@ -14,7 +14,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class SampleResult(NamedTuple):
-    """A sample that has ended, as plain data, which can cross to another process.
+    """A sample that has ended, or what one that streams has new, as plain data, which can cross to another process.
 
     number: the sample's among its prompt's
     text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts, num_proposed_tokens,
@@ -29,7 +29,7 @@ class SampleResult(NamedTuple):
     number: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     weights_versions: list[tuple[int, int]]
     num_cached_tokens: int = 0
@@ -50,7 +50,7 @@ class SampleResult(NamedTuple):
             index=self.number,
             text=self.text,
             token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
             weights_versions=self.weights_versions,
             logprobs=None if self.logprobs is None else Later(partial(self.logprobs.logprobs, decode)),

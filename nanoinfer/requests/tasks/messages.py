@@ -1,0 +1,74 @@
+"""Messages of requests: tasks that whoever computes takes, and what it tells of them. They may cross to a process."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+from nanoinfer.engine.results.step_result import StepResult
+from nanoinfer.grammar.grammar import Grammar
+from nanoinfer.requests.prompts import SomeTokens
+from nanoinfer.requests.tasks.results import SampleResult
+from nanoinfer.sampling_params import SamplingParams
+
+Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
+
+
+class Task(NamedTuple):
+    """Samples of a request that are to be computed.
+
+    number: the request's
+    prompt: its tokens, with images if there are some
+    seed: the request's, from which each sample's is made
+    samples: their numbers among the request's
+    streams: each step's tokens are told; otherwise a sample has one result, when it ends
+    grammar: that of params.structured_outputs; it stays in its process, and another one compiles its own
+    """
+
+    number: int
+    prompt: SomeTokens
+    params: SamplingParams
+    seed: int
+    samples: range
+    streams: bool
+    grammar: Grammar | None
+
+
+class Progress(NamedTuple):
+    """What has become of tasks.
+
+    steps: the figures of steps that have been read back
+    again: numbers of requests, and of their samples that stream, whose results come again from the beginning
+    results: request numbers, and what their samples have new
+    """
+
+    steps: list[StepResult]
+    again: list[tuple[int, int]]
+    results: list[tuple[int, SampleResult]]
+
+
+class Computes(Protocol):
+    """Whoever computes tasks: one engine in this process (Tasks), or replicas in others (SharedTasks)."""
+
+    def take(self, tasks: list[Task], longest_first: bool) -> None:
+        """Queue tasks; longest_first: those begin sooner that may get more tokens, if some must wait for others."""
+        ...
+
+    def step(self) -> None:
+        """Go on until a step has ended, or several."""
+        ...
+
+    def take_progress(self) -> Progress:
+        """Return what has become of tasks since the last call."""
+        ...
+
+    def abort(self, number: int) -> None:
+        """End the tasks of a request, at once or by a later step."""
+        ...
+
+    def drop(self) -> None:
+        """Forget all tasks."""
+        ...
+
+    def prepare(self, in_flight: Fate, adapter: str | None) -> None:
+        """Prepare tasks for new weights: those of the model, or those of an adapter, which only its tasks feel."""
+        ...
