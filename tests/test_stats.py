@@ -24,9 +24,9 @@ from nanoinfer.engine.step import PrefillStep
 from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.messages import Report, StepFigures
 from nanoinfer.replicas.replicas import Replicas
-from nanoinfer.requests.tasks.messages import Progress
 from nanoinfer.requests.outputs import RequestOutput, Timings
 from nanoinfer.requests.progress import make_bar
+from nanoinfer.requests.tasks.messages import Progress
 
 BLOCK = 16
 
