@@ -40,11 +40,11 @@ from nanoinfer import (
 from nanoinfer.batch import run
 from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.adapters import LoadedAdapter
+from nanoinfer.engine.adapters import LoadedAdapter
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
-from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.requests.vllm.lora import GivenLora
 from nanoinfer.runner.memory.plan import MemoryPlan
 

@@ -36,10 +36,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
-from nanoinfer.requests.tasks.messages import Fate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

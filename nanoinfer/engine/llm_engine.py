@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import partial
 
 from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
+from nanoinfer.engine.client import EngineClient
 from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
-from nanoinfer.engine.ranks.adapters import Adapters
+from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
-from nanoinfer.engine.ranks.updater import Updater
+from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.results.faults import without_images, without_numbers, without_token
 from nanoinfer.engine.results.record import record_extras, record_verified
 from nanoinfer.engine.results.routed_experts import RoutedExperts
-from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
@@ -28,30 +28,32 @@ from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.vision.tower import BATCH_BYTES
 
 
-class LLMEngine:
+class LLMEngine(EngineClient):
     """Owns the scheduler, the RowMap and the ranks. It plans the next step while one is in flight."""
+
+    updater: RankUpdater
+    adapters: RankAdapters
 
     def __init__(self, config: Config, workers: Workers | None = None) -> None:
         """workers: the processes of the other ranks, if these have started already"""
+        super().__init__()
         self.config = config
         self.ranks = Ranks(config, workers)
+        self.memory = self.ranks.runner.memory
         self.scheduler = make_scheduler(config, self.ranks)
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
         self.row_map = make_row_map(config, self.ranks, self._feed)
         self.matchers = Matchers()
-        self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
-        self.adapters = Adapters(self.ranks, self.scheduler, config.max_adapters)
-        self.sleeper = Sleeper(self.ranks.call)
+        self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
+        self.adapters = RankAdapters(self.ranks, self.scheduler, config.max_adapters)
+        self.sleeper = Sleeper(self.ranks.call, self.asleep)
         self.in_flight: deque[InFlight] = deque()
-        self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
-        self.counters = Counters()
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
         self._has_images = False  # whether a prompt had some
 
@@ -195,21 +197,10 @@ class LLMEngine:
                 results.append(self._read_back(self.in_flight.popleft()))
         return results
 
-    def reset_prefix_cache(self) -> bool:
-        """Let no later request share what has been computed so far; returns True when that is done."""
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
         self.ranks.note("reset_prefix_cache")
         self.scheduler.reset_prefix_cache()
-        return True
-
-    @property
-    def memory(self) -> MemoryPlan:
-        """How the device's memory is divided."""
-        return self.ranks.runner.memory
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV cache, or both, are lent."""
-        return bool(self.sleeper.asleep)
 
     def sleep(self, keep_weights: bool) -> None:
         """Lend the ranks' memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
@@ -303,17 +294,6 @@ class LLMEngine:
     def check_open(self) -> None:
         """Raise an error if this engine can make no steps any more: see Ranks.check_open."""
         self.ranks.check_open()
-
-    def check_writable(self) -> None:
-        """Raise RuntimeError if the weights are lent, and as Ranks.check_open does."""
-        self.ranks.check_open()
-        self.sleeper.check_awake("weights")
-
-    def check_ready(self) -> None:
-        """Raise RuntimeError if this engine sleeps, and as Updater.check_whole and Ranks.check_open do."""
-        self.ranks.check_open()
-        self.sleeper.check_awake("weights", "kv_cache")
-        self.updater.check_whole()
 
 
 def seed_of(params: SamplingParams, engine_seed: int, request_id: int) -> int:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.ranks.adapters import AnyAdapters, LoadedAdapter
+from nanoinfer.engine.adapters import Adapters, LoadedAdapter
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.freight import Shape, packed, shared_memory
 from nanoinfer.weights.adapters.config import AdapterConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoinfer.replicas.replicas import Replicas
 
 
-class ReplicaAdapters(AnyAdapters):
+class ReplicaAdapters(Adapters):
     """The adapters of all replicas. All check an adapter before any of them writes it."""
 
     def __init__(self, replicas: Replicas, most: int, keeps: bool) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from nanoinfer.config import Config
+from nanoinfer.engine.adapters import LoadedAdapter
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.parallel.buckets import SharedSegment
@@ -33,7 +34,7 @@ from nanoinfer.replicas.freight import Crate, Shape, unload, unpacked
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures
 from nanoinfer.requests.images import ImageInputs
 from nanoinfer.requests.settings import SettingsReader
-from nanoinfer.requests.tasks.messages import Fate, Task
+from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
@@ -160,11 +161,16 @@ class Replica:
                 method, args = self._inbox.get()
                 if method == "close":
                     return
-                getattr(self, method)(*args)
+                self._method(method)(*args)
             self._life.step = step
             self._tasks.step()
             self._life.step = None
             self._report()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Return what the LLM's process calls: a method of this class, or of the engine."""
+        method: Callable[..., Any] = getattr(self, name, None) or getattr(self.engine, name)
+        return method
 
     @property
     def _can_step(self) -> bool:
@@ -217,11 +223,11 @@ class Replica:
         self._unbegun.clear()
 
     def call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        """Answer a call of one of the methods below; number: the call's."""
+        """Answer a call of one of the methods below, or of the engine's; number: the call's."""
         value, error = None, None
         self._call = number
         try:
-            value = getattr(self, method)(*args)
+            value = self._method(method)(*args)
         except Exception as caught:
             if self.engine.ranks.is_closed:
                 raise
@@ -229,18 +235,6 @@ class Replica:
             error = caught if isinstance(caught, (ValueError, RuntimeError)) else RuntimeError(told)
         self._report()  # in_flight="abort" has ended some
         self._outbox.send(Reply(self._call, value, error))
-
-    def reset_prefix_cache(self) -> None:
-        """Let no later request share what has been computed so far."""
-        self.engine.reset_prefix_cache()
-
-    def sleep(self, keep_weights: bool) -> None:
-        """Lend the device's memory. Raises RuntimeError as LLMEngine.sleep does."""
-        self.engine.sleep(keep_weights)
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Take memory back. Raises RuntimeError as LLMEngine.wake_up does."""
-        self.engine.wake_up(tags)
 
     def load_weights(self, source: FileSource, in_flight: Fate, version: int) -> None:
         """Write the weights of files, which have this version. Raises ValueError as Updater.load does."""

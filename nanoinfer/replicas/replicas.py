@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from enum import Enum, auto
@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
-from nanoinfer.engine.ranks.updater import check_whole
+from nanoinfer.engine.client import EngineClient
+from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
-from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -27,10 +26,9 @@ from nanoinfer.replicas.adapters import ReplicaAdapters
 from nanoinfer.replicas.freight import load
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
-from nanoinfer.replicas.updater import ALL, ReplicaUpdater
+from nanoinfer.replicas.updater import ReplicaUpdater
 from nanoinfer.requests.tasks.messages import Task
-from nanoinfer.runner.memory.lender import Tag
-from nanoinfer.runner.memory.plan import MemoryPlan, tell
+from nanoinfer.runner.memory.plan import tell
 from nanoinfer.runner.start.voice import Voice
 
 log = logging.getLogger("nanoinfer")
@@ -46,29 +44,27 @@ class Change(Enum):
 News = tuple[int, Report | Change]  # of a replica
 
 
-class Replicas:
+class Replicas(EngineClient):
     """The replicas' processes.
 
     memory: the plan of the replica with the fewest blocks
     hardware: what each rank of that replica computes with
-    on_step: called with the figures of each replica's steps
     """
 
-    memory: MemoryPlan
     hardware: str
+    updater: ReplicaUpdater
+    adapters: ReplicaAdapters
     _config: Config
 
     def __init__(self, config: Config) -> None:
         """Start the processes, which import what they need and wait for `begin`. Of config, the options are enough."""
         check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
-        self.on_step: Callable[[StepResult], None] | None = None
-        self.counters = Counters()
+        super().__init__()
         self.updater = ReplicaUpdater(self)
         self.adapters = ReplicaAdapters(self, config.max_adapters, config.restart_replicas)
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
-        self._asleep: set[Tag] = set()
         self._news: list[News] = []
         self._round = 0  # of tasks, from one drop of all to the next
         self._num_calls = 0
@@ -279,7 +275,7 @@ class Replicas:
             return f"it was starting again, and is given up; {left}", False
         if not self._config.restart_replicas:
             return left, False
-        if self._asleep or self.updater.lacks:
+        if self.asleep or self.updater.lacks:
             return f"it does not start again, because the others sleep or have incomplete weights; {left}", False
         if self.updater.version:
             return f"it does not start again, because it would have the checkpoint's weights; {left}", False
@@ -312,11 +308,6 @@ class Replicas:
         with delayed_interrupt():
             self._finalizer()
 
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV caches, or both, are lent."""
-        return bool(self._asleep)
-
     def alike(self) -> AbstractContextManager[None]:
         """Return an empty context: there are no peers."""
         return nullcontext()
@@ -330,42 +321,30 @@ class Replicas:
         if not self._finalizer.alive:
             raise ValueError("this LLM is closed: make another")
 
-    def check_ready(self) -> None:
-        """Raise RuntimeError if the replicas sleep or their weights are incomplete, and as check_open does."""
-        self.check_open()
-        check_awake(self._asleep, "weights", "kv_cache")
-        check_whole(self.updater.lacks)
-
-    def check_writable(self) -> None:
-        """Raise RuntimeError if the weights are lent, and as check_open does."""
-        self.check_open()
-        check_awake(self._asleep, "weights")
-
-    def reset_prefix_cache(self) -> bool:
-        """Let no later request share what has been computed so far; returns True when that is done."""
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
         self.tell_all("reset_prefix_cache")
-        return True
 
     def sleep(self, keep_weights: bool) -> None:
         """Lend the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
         self.end_starting()
         with delayed_interrupt():
-            before, self._asleep = self._asleep, set(TAGS)  # a replica that dies now must not start again
+            before, self.asleep = self.asleep, set(TAGS)  # a replica that dies now must not start again
             try:
                 self.call("sleep", keep_weights)
             except RuntimeError:
                 self.call("wake_up", set(TAGS) - before)  # the others have fallen asleep
-                self._asleep = before
+                self.asleep = before
                 raise
             if not keep_weights:
-                self.updater.lacks = ALL
+                self.updater.drop()
                 self.adapters.drop()
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
         with delayed_interrupt():
             self.call("wake_up", tags)
-            self._asleep.difference_update(tags)
+            self.asleep.difference_update(tags)
 
 
 def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
+from nanoinfer.engine.client import EngineClient
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.hub import name_of
@@ -14,7 +15,6 @@ from nanoinfer.process.compile_once import compile_once
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.tasks import SharedTasks
-from nanoinfer.requests.interface import AnyEngine
 from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.tasks.messages import Computes
 from nanoinfer.requests.tasks.tasks import Tasks
@@ -66,12 +66,12 @@ class Start:
         if isinstance(self._others, Replicas):
             self._others.begin(config)
 
-    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, Requests, str]:
+    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[EngineClient, Requests, str]:
         """Start an engine in this process, or wait for those of the replicas, and introduce it.
 
         Returns the engine, its requests, and the line that introduces it.
         """
-        engine: AnyEngine
+        engine: EngineClient
         computes: Computes
         if isinstance(self._others, Replicas):
             engine = replicas = self._others

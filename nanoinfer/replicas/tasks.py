@@ -8,13 +8,14 @@ from itertools import groupby
 from operator import itemgetter
 
 from nanoinfer.config import Config
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.replicas.messages import Report
 from nanoinfer.replicas.replicas import Change, Replicas
 from nanoinfer.replicas.sharing import Sharing, Unit
 from nanoinfer.requests.prompts import beginning_of, ids_of
-from nanoinfer.requests.tasks.messages import Fate, Progress, Task
+from nanoinfer.requests.tasks.messages import Progress, Task
 from nanoinfer.requests.tasks.results import SampleResult
 
 UNBEGUN = 1 / 4  # of its rows, a replica has so many samples that it has not begun: no step waits for the queue

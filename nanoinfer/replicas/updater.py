@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from nanoinfer.engine.client import Fate, Updater
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.replicas.freight import Shape, shared_memory
-from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 if TYPE_CHECKING:
@@ -18,24 +18,28 @@ if TYPE_CHECKING:
 ALL = "all tensors"  # are missing
 
 
-class ReplicaUpdater:
-    """Changes the weights of all replicas.
-
-    version: the updates that have ended well
-    lacks: as for Updater, whatever single replicas have
-    """
+class ReplicaUpdater(Updater):
+    """Changes the weights of all replicas."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = weakref.proxy(replicas)  # which holds this
-        self.version = 0
-        self.lacks = ""
+        self._lacks = ""  # whatever single replicas have
+
+    @property
+    def lacks(self) -> str:
+        """Say which tensors are missing."""
+        return self._lacks
+
+    def drop(self) -> None:
+        """Let all tensors be missing."""
+        self._lacks = ALL
 
     def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into all replicas; returns the version, a new one if no tensor is missing.
 
         begin: called when all have them
         """
-        replicas, anew, num_bytes = self._replicas, self.lacks == ALL, None
+        replicas, anew, num_bytes = self._replicas, self._lacks == ALL, None
         tensors = source.pairs()
         if source.holds_tensors:  # then all can be checked before the first is written
             held = list(tensors)
@@ -50,7 +54,7 @@ class ReplicaUpdater:
                 tensors, segment, "update_weights", source.is_partial, in_flight, version, anew
             )
             begin()
-            self.version, self.lacks = min(states)
+            self.version, self._lacks = min(states)
         return self.version
 
     def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
@@ -58,7 +62,7 @@ class ReplicaUpdater:
         with self._new_version() as version:
             self._replicas.call("load_weights", source, in_flight, version)
             begin()
-            self.version, self.lacks = version, ""
+            self.version, self._lacks = version, ""
         return self.version
 
     @contextmanager
@@ -68,11 +72,11 @@ class ReplicaUpdater:
         Behind it, tensors that have come to some replicas before it broke off count for none.
         """
         self._replicas.end_starting()
-        version, before, self.lacks = self.version + 1, self.lacks, ALL
+        version, before, self._lacks = self.version + 1, self._lacks, ALL
         try:
             yield version
         except Exception:
             with suppress(ValueError, WorkerError):  # the LLM is closed
                 if not (before or any(self._replicas.call("has_mixed_weights", version))):
-                    self.lacks = ""
+                    self._lacks = ""
             raise

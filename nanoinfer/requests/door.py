@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
-from nanoinfer.requests.interface import AnyEngine
+from nanoinfer.engine.client import EngineClient
 from nanoinfer.requests.requests import Requests
 
 State = Literal["open", "ready", "writable"]
@@ -16,7 +16,7 @@ State = Literal["open", "ready", "writable"]
 class Door:
     """A base of LLM: whoever computes, its requests, and the turn of a thread that calls."""
 
-    engine: AnyEngine
+    engine: EngineClient
     _requests: Requests
     _busy: threading.Lock
 

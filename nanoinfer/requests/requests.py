@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.checks import as_int, check_choice, short
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.llm_engine import seed_of
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request, StreamedSample
-from nanoinfer.requests.tasks.messages import Computes, Fate, Progress
+from nanoinfer.requests.tasks.messages import Computes, Progress
 from nanoinfer.requests.text.spelling import decoder
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ class Sleeper:
     asleep: what is lent now
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], asleep: set[Tag]) -> None:
         """call: runs a method of each rank's ModelRunner; returns rank 0's result."""
-        self.asleep: set[Tag] = set()
+        self.asleep = asleep
         self._call = call
 
     def sleep(self, keep_weights: bool) -> str | None:
@@ -40,13 +40,3 @@ class Sleeper:
                     return f"the device has no memory for the {tag}: {fault}"
                 self.asleep.remove(tag)
         return None
-
-    def check_awake(self, *tags: Tag) -> None:
-        """Raise RuntimeError if anything of this is lent."""
-        check_awake(self.asleep, *tags)
-
-
-def check_awake(asleep: set[Tag], *tags: Tag) -> None:
-    """Raise RuntimeError if anything of these tags is among what is asleep."""
-    if asleep.intersection(tags):
-        raise RuntimeError(f"this LLM sleeps, and has lent its {' and '.join(sorted(asleep))}: call wake_up()")

@@ -1,4 +1,4 @@
-"""Updater: changes the weights of all ranks, in place, and never lets a mixture of old and new ones compute."""
+"""RankUpdater: changes the weights of all ranks, in place, and never lets a mixture of old and new ones compute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from nanoinfer.engine.client import Fate, Updater
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
@@ -17,10 +18,9 @@ from nanoinfer.weights.shards import Table
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class Updater:
+class RankUpdater(Updater):
     """Writes weights from a trainer's tensors or from files.
 
-    version: the updates that have ended well
     missing: the tensors that must come before anything computes: all, from the beginning of an update until it has
         ended well, and when the weights were dropped. Partial updates of incomplete weights need not bring them at once
     """
@@ -28,17 +28,12 @@ class Updater:
     def __init__(self, ranks: Ranks, scheduler: Scheduler, is_tied: bool) -> None:
         """is_tied: the model's output projection is its embedding."""
         self._ranks, self._scheduler, self._is_tied = ranks, scheduler, is_tied
-        self.version = 0
         self.missing: frozenset[str] = frozenset()
 
     @property
     def lacks(self) -> str:
         """Say what is missing; nothing, if the weights are whole."""
         return listed(self.missing)
-
-    def check_whole(self) -> None:
-        """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
-        check_whole(self.lacks)
 
     def drop(self) -> None:
         """Let all tensors be missing."""
@@ -53,7 +48,7 @@ class Updater:
     def _needed(self) -> frozenset[str]:
         return needed(self._table)
 
-    def update(self, source: TensorSource, in_flight: str, begin: Callable[[], None]) -> int:
+    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into the weights; returns the version, a new one if no tensor is missing.
 
         in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
@@ -88,7 +83,7 @@ class Updater:
             return self.version
         return self._accept(source.what, fault, before - met_by(table, come))
 
-    def load(self, source: FileSource, in_flight: str, begin: Callable[[], None]) -> int:
+    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
         with ranks.alike(), fresh_torch_state():
@@ -154,13 +149,3 @@ class Updater:
         self.version = version
         self.missing = missing
         return version
-
-
-def check_whole(lacks: str) -> None:
-    """Raise RuntimeError unless the weights are whole. lacks: the tensors that are missing"""
-    if lacks:
-        raise RuntimeError(
-            "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
-            f" missing: {lacks}; write these by update_weights(named_tensors, partial=True), in one call or in several,"
-            " or all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
-        )

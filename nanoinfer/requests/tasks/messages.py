@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.requests.prompts import SomeTokens
 from nanoinfer.requests.tasks.results import SampleResult
 from nanoinfer.sampling_params import SamplingParams
-
-Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
 
 
 class Task(NamedTuple):

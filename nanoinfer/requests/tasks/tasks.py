@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from nanoinfer.engine.client import Fate
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.requests.tasks.messages import Fate, Progress, Task
+from nanoinfer.requests.tasks.messages import Progress, Task
 from nanoinfer.requests.tasks.sample import Sample
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.checks import short
-from nanoinfer.engine.ranks.adapters import LoadedAdapter
+from nanoinfer.engine.adapters import LoadedAdapter
+from nanoinfer.engine.client import Fate
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
-from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 

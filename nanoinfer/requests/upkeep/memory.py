@@ -18,7 +18,8 @@ class LendsMemory(Door):
         """Let no later request share what has been computed so far; returns True, also while the LLM sleeps."""
         self.engine.check_open()
         with self._turn():
-            return self.engine.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
+        return True
 
     @hints_for("sleep")
     def sleep(self, level: int = 1) -> None:
@@ -54,4 +55,4 @@ class LendsMemory(Door):
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache, or both, are given away."""
-        return self.engine.is_sleeping
+        return bool(self.engine.asleep)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
+from nanoinfer.engine.client import Fate
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.requests.door import Door
-from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 

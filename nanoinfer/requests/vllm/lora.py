@@ -11,12 +11,11 @@ from typing import NamedTuple, Protocol
 
 from nanoinfer.checks import as_list, check_flag, check_int, short
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.adapters import NO_SLOTS, LoadedAdapter
+from nanoinfer.engine.adapters import NO_SLOTS, LoadedAdapter
+from nanoinfer.engine.client import EngineClient, Fate
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.interface import AnyEngine
 from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.settings import AdapterNames
-from nanoinfer.requests.tasks.messages import Fate
 from nanoinfer.weights.adapters.source import AdapterSource
 
 
@@ -61,7 +60,7 @@ class Adaptable(Protocol):
     """The part of an LLM that loads adapters."""
 
     config: Config
-    engine: AnyEngine
+    engine: EngineClient
     _requests: Requests
 
     @property
