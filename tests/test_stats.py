@@ -26,7 +26,7 @@ from nanoinfer.replicas.messages import Report, StepFigures
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.requests.outputs import RequestOutput, Timings
 from nanoinfer.requests.progress import make_bar
-from nanoinfer.requests.tasks.messages import Progress
+from nanoinfer.requests.tasks.messages import TaskProgress
 
 BLOCK = 16
 
@@ -392,7 +392,7 @@ def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later
     now = time.perf_counter()
     for ready_at in (now - 1, now + 1):
         report = Report(
-            0, 0, [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0, 0, 0)], Progress([], [], [])
+            0, 0, [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0, 0, 0)], TaskProgress([], [], [])
         )
         replicas._note_steps(0, report)
     assert counts(replicas.counters.stats()) == {

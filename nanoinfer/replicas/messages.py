@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from nanoinfer.requests.tasks.messages import Progress
+from nanoinfer.requests.tasks.messages import TaskProgress
 from nanoinfer.runner.memory.plan import MemoryPlan
 
 
@@ -40,7 +40,7 @@ class Report(NamedTuple):
     round: int
     begun: int
     figures: list[StepFigures]
-    progress: Progress
+    progress: TaskProgress
 
 
 class Ready(NamedTuple):

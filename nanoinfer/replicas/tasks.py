@@ -15,7 +15,7 @@ from nanoinfer.replicas.messages import Report
 from nanoinfer.replicas.replicas import Change, Replicas
 from nanoinfer.replicas.sharing import Sharing, Unit
 from nanoinfer.requests.prompts import beginning_of, ids_of
-from nanoinfer.requests.tasks.messages import Progress, Task
+from nanoinfer.requests.tasks.messages import Task, TaskProgress
 from nanoinfer.requests.tasks.results import SampleResult
 
 UNBEGUN = 1 / 4  # of its rows, a replica has so many samples that it has not begun: no step waits for the queue
@@ -37,7 +37,7 @@ class SharedTasks:
         self._keys: dict[int, Hashable] = {}  # by number; tasks with equal ones begin alike
         self._nums_left: dict[int, int] = {}  # by number, how many samples have not ended
         self._aborted: set[int] = set()
-        self._progress = Progress([], [], [])  # that nobody has taken
+        self._progress = TaskProgress([], [], [])  # that nobody has taken
 
     def take(self, tasks: list[Task], longest_first: bool) -> None:
         """Queue tasks; longest_first: those begin sooner that may get more tokens."""
@@ -72,9 +72,9 @@ class SharedTasks:
                 self._note(index, news)
         self._hand_out()
 
-    def take_progress(self) -> Progress:
+    def take_progress(self) -> TaskProgress:
         """Return what has become of tasks since the last call."""
-        progress, self._progress = self._progress, Progress([], [], [])
+        progress, self._progress = self._progress, TaskProgress([], [], [])
         return progress
 
     def _hand_out(self) -> None:

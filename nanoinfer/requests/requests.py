@@ -13,7 +13,7 @@ from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request, StreamedSample
-from nanoinfer.requests.tasks.messages import Computes, Progress
+from nanoinfer.requests.tasks.messages import Computes, TaskProgress
 from nanoinfer.requests.text.spelling import decoder
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Requests:
         self._computes.step()
         return self._update().steps
 
-    def _update(self) -> Progress:
+    def _update(self) -> TaskProgress:
         """Note what has become of tasks, and return it."""
         progress = self._computes.take_progress()
         for number, index in progress.again:

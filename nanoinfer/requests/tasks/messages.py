@@ -32,7 +32,7 @@ class Task(NamedTuple):
     grammar: Grammar | None
 
 
-class Progress(NamedTuple):
+class TaskProgress(NamedTuple):
     """What has become of tasks.
 
     steps: the figures of steps that have been read back
@@ -56,7 +56,7 @@ class Computes(Protocol):
         """Go on until a step has ended, or several."""
         ...
 
-    def take_progress(self) -> Progress:
+    def take_progress(self) -> TaskProgress:
         """Return what has become of tasks since the last call."""
         ...
 

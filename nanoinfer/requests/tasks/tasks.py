@@ -9,7 +9,7 @@ from nanoinfer.engine.client import Fate
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.requests.tasks.messages import Progress, Task
+from nanoinfer.requests.tasks.messages import Task, TaskProgress
 from nanoinfer.requests.tasks.sample import Sample
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Tasks:
         """Run one step of the engine."""
         self._update(self._engine.step())
 
-    def take_progress(self) -> Progress:
+    def take_progress(self) -> TaskProgress:
         """Return what has become of tasks since the last call."""
-        progress = Progress(self._steps, [], [(sample.number, sample.result()) for sample in self._changed])
+        progress = TaskProgress(self._steps, [], [(sample.number, sample.result()) for sample in self._changed])
         self._forget_progress()
         return progress
 
