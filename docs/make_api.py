@@ -41,7 +41,7 @@ from nanoinfer.batch import run
 from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
 from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
@@ -56,7 +56,7 @@ ALIASES = {
     "Chats": Chats,
     "UseTqdm": UseTqdm,
     "FinishReason": FinishReason,
-    "Fate": Fate,
+    "InFlightPolicy": InFlightPolicy,
     "GivenLora": GivenLora,
     "Folders": Folders,
 }

@@ -13,6 +13,9 @@ from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
+from nanoinfer.requests.admin.memory import SleepMode
+from nanoinfer.requests.admin.stats import KeepsStats
+from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prompt
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
@@ -23,9 +26,6 @@ from nanoinfer.requests.reading.methods import ReadsTexts
 from nanoinfer.requests.scoring import ScoresTexts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
-from nanoinfer.requests.upkeep.memory import LendsMemory
-from nanoinfer.requests.upkeep.stats import KeepsStats
-from nanoinfer.requests.upkeep.weights import ChangesWeights
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.requests.vllm.methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class LLM(
     ScoresTexts,
     TokenizesTexts,
     ChangesWeights,
-    LendsMemory,
+    SleepMode,
     KeepsStats,
     VllmMethods,
     Started,
@@ -207,7 +207,7 @@ class LLM(
         most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
 
         def take() -> list[Prepared]:
-            with self.engine.alike():
+            with self._door("open"):
                 return prompts.take(most_tokens)
 
         with closing(prompts), self._turn(alone=True), no_full_collection(), self._requests:

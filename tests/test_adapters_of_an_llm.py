@@ -863,7 +863,7 @@ class TestReplicas:
     def test_ctrl_c_keeps_none_of_those_that_have_waited_from_joining(self) -> None:
         replicas = Replicas.__new__(Replicas)
         replicas._processes = {index: Mock(is_ready=False) for index in range(2)}
-        replicas._news, replicas.adapters = [], Mock(tell=lambda index: signal.raise_signal(signal.SIGINT))
+        replicas._events, replicas.adapters = [], Mock(restore_on=lambda index: signal.raise_signal(signal.SIGINT))
         context = replicas.without_newcomers()
         context.__enter__()
         replicas._newcomers = [0, 1]

@@ -33,7 +33,7 @@ from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.first_launch import VISIBLE
-from nanoinfer.replicas import freight
+from nanoinfer.replicas import weight_transfer
 from nanoinfer.replicas.process import ReplicaProcess, gpus_of
 from nanoinfer.replicas.replica import Life
 
@@ -332,7 +332,7 @@ class TestChanges:
             assert {version for output in after for _, version in output.weights_versions} == {1}
 
             trained = dict(Oracle(make_qwen3(initializer_range=0.3)).model.named_parameters())
-            monkeypatch.setattr(freight, "SEGMENT_BYTES", 1 << 16)  # tensors are cut
+            monkeypatch.setattr(weight_transfer, "SEGMENT_BYTES", 1 << 16)  # tensors are cut
             with pytest.raises(ValueError, match="do not fit"):
                 llm.update_weights([*trained.items(), ("lost", torch.ones(3))])
             assert token_ids(llm.generate([[30]], greedy(8), use_tqdm=False)) == token_ids(before[:1])
@@ -539,7 +539,7 @@ def strike(llm: LLM, victim: int, sent: signal.Signals) -> None:
 
 def busy(llm: LLM) -> list[int]:
     """Return the replicas that hold samples."""
-    return [index for index in llm.engine.ready if llm._requests._computes.sharing.num_held(index)]
+    return [index for index in llm.engine.ready if llm._requests._tasks.sharing.num_held(index)]
 
 
 def wait_for_step(llm: LLM) -> None:

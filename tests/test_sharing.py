@@ -39,7 +39,7 @@ class World:
 
     def deal(self) -> None:
         for index in self.alive:
-            taken = self.sharing.take(index)
+            taken = self.sharing.deal(index)
             assert self.waiting.issuperset(taken)
             self.waiting.difference_update(taken)
             self.unbegun[index] += taken
@@ -141,7 +141,7 @@ def drain(sharing: Sharing, order: list[int]) -> dict[int, list[Unit]]:
     had: dict[int, list[Unit]] = {index: [] for index in order}
     while sharing.num_waiting:
         for index in order:
-            taken = sharing.take(index)
+            taken = sharing.deal(index)
             sharing.begin(index, len(taken))
             had[index] += taken
         for index in order:
@@ -154,7 +154,7 @@ def test_samples_go_in_the_order_in_which_they_came_whatever_their_numbers() -> 
     sharing = Sharing(AHEAD, [0])
     for unit in [(7, 1), (7, 0), (2, 0)]:
         sharing.add(unit, unit[0])
-    assert sharing.take(0) == [(7, 1), (7, 0), (2, 0)]
+    assert sharing.deal(0) == [(7, 1), (7, 0), (2, 0)]
 
 
 def test_prompts_that_begin_alike_go_to_one_replica() -> None:
@@ -181,7 +181,7 @@ def test_one_beginning_for_all_leaves_nobody_idle() -> None:
     sharing = Sharing(AHEAD, range(4))
     for index in range(16):
         sharing.add((0, index), "the same")
-    assert [len(sharing.take(replica)) for replica in range(4)] == [4] * 4
+    assert [len(sharing.deal(replica)) for replica in range(4)] == [4] * 4
 
 
 def test_a_steady_supply_of_one_beginning_does_not_hold_up_another() -> None:
@@ -192,7 +192,7 @@ def test_a_steady_supply_of_one_beginning_does_not_hold_up_another() -> None:
     while (1, 0) not in taken[-1:]:
         assert len(taken) <= MOST_OVERTAKING + 1
         sharing.add((len(taken) + 2, 0), "common")
-        taken += sharing.take(0)
+        taken += sharing.deal(0)
         sharing.begin(0, 1)
         assert sharing.end(0, taken[-1])
     assert len(taken) > MOST_OVERTAKING

@@ -446,7 +446,7 @@ class TestText:
 
     def test_a_stop_string_ends_a_request_with_its_last_token(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """The token may also hold the beginning of a character after the stop string."""
-        monkeypatch.setattr(llm._requests._computes, "_tokenizer", TOKENIZERS["byte level"])
+        monkeypatch.setattr(llm._requests._tasks, "_tokenizer", TOKENIZERS["byte level"])
         token = 1 + STRADDLING.index(b"STOP\xe2")
         params = [greedy(1, logit_bias={token: 1000.0}, stop=stop) for stop in ("STOP", None)]
         stopped, whole = llm.generate([[30], [30]], params, use_tqdm=False)

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
@@ -753,8 +753,8 @@ class TestRequestsThatRun:
         ("in_flight", "files", "stride", "stride_near_end"),
         [
             *whole_only(
-                (fate, (*HOST_FILES, "weights.py", "updater.py", "sources.py", "roll.py", WRITER), 587, 1)
-                for fate in get_args(Fate)
+                (policy, (*HOST_FILES, "weights.py", "updater.py", "sources.py", "roll.py", WRITER), 587, 1)
+                for policy in get_args(InFlightPolicy)
             ),
             *whole_only([("recompute", (WRITER,), 29, 1)]),
             ("recompute", (WRITER,), 307, 3),
@@ -762,7 +762,7 @@ class TestRequestsThatRun:
     )
     def test_an_interrupt_at_any_line_leaves_no_mixture(
         self,
-        in_flight: Fate,
+        in_flight: InFlightPolicy,
         files: tuple[str, ...],
         stride: int,
         stride_near_end: int,

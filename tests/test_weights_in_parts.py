@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.parallel import buckets, channel
-from nanoinfer.replicas import freight
+from nanoinfer.replicas import weight_transfer
 from nanoinfer.weights.finite import find_not_finite
 from nanoinfer.weights.shards import Shard
 
@@ -173,7 +173,7 @@ class TestAfterAnError:
     @pytest.fixture(autouse=True)
     def small_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replicas get some of the tensors before the rest breaks off."""
-        monkeypatch.setattr(freight, "SEGMENT_BYTES", freight.LEAST_BYTES)
+        monkeypatch.setattr(weight_transfer, "SEGMENT_BYTES", weight_transfer.LEAST_BYTES)
 
     def test_a_list_that_is_refused_changes_nothing(self, llm: LLM, tensors: Tensors) -> None:
         drop_weights(llm)
@@ -326,7 +326,7 @@ class TestTheCostOfASingleTensor:
             made.append(num_bytes)
             return channel.make_segment(num_bytes, least)
 
-        for module in (buckets, freight):
+        for module in (buckets, weight_transfer):
             monkeypatch.setattr(module, "make_segment", make_segment)
         return made
 
@@ -337,7 +337,7 @@ class TestTheCostOfASingleTensor:
         processes = llm.config.tensor_parallel_size * llm.config.data_parallel_size
         assert len(sizes) == (len(tensors) if processes > 1 else 0)
         for size, tensor in zip(sizes, tensors.values(), strict=False):
-            assert size <= max(tensor.nbytes + buckets.ALIGNMENT, freight.LEAST_BYTES)
+            assert size <= max(tensor.nbytes + buckets.ALIGNMENT, weight_transfer.LEAST_BYTES)
         sizes.clear()
         llm.update_weights(iter(tensors.items()))  # nobody knows how many they are
         assert all(size > 1 << 24 for size in sizes)

@@ -41,7 +41,7 @@ class Adapters(ABC):
         self.loaded: dict[str, LoadedAdapter] = {}
 
     @abstractmethod
-    def check(self, source: AdapterSource) -> None:
+    def check_fits(self, source: AdapterSource) -> None:
         """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""EngineClient: what an LLM asks of whoever computes, be it an engine in its process or replicas in others."""
+"""EngineClient: what an LLM asks of an engine in its process, or of replicas in others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.sources import FileSource, TensorSource
 
-Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
+InFlightPolicy = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
 
 
 class Updater(ABC):
@@ -35,23 +35,23 @@ class Updater(ABC):
         """Let all tensors be missing."""
 
     @abstractmethod
-    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def update(self, source: TensorSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors; returns the version, a new one if no tensor is missing.
 
         in_flight: as for LLM.update_weights; begin: does what it says with the requests of this process
         """
 
     @abstractmethod
-    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def load(self, source: FileSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write the tensors of files; returns the new version."""
 
 
 class EngineClient(ABC):
-    """Whoever computes for an LLM.
+    """What an LLM asks of the engines that compute for it.
 
     memory: how a device's memory is divided
     on_step: called with the figures of each step, which `counters` add up
-    asleep: which memory is lent
+    asleep: which memory is offloaded
     """
 
     memory: MemoryPlan
@@ -64,7 +64,7 @@ class EngineClient(ABC):
         self.asleep: set[Tag] = set()
 
     @abstractmethod
-    def alike(self) -> AbstractContextManager[None]:
+    def consistent(self) -> AbstractContextManager[None]:
         """Return a context in which an error ends the calls of all peers, if there are peers."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class EngineClient(ABC):
         """Raise ValueError if it is closed, WorkerError with the cause if it has failed, RuntimeError in a fork."""
 
     def check_writable(self) -> None:
-        """Raise RuntimeError if the weights are lent, and as check_open does."""
+        """Raise RuntimeError if the weights are offloaded, and as check_open does."""
         self.check_open()
         self._check_awake("weights")
 
@@ -89,7 +89,7 @@ class EngineClient(ABC):
             )
 
     def _check_awake(self, *tags: Tag) -> None:
-        """Raise RuntimeError if anything of this is lent."""
+        """Raise RuntimeError if anything of this is offloaded."""
         if self.asleep.intersection(tags):
             raise RuntimeError(f"this LLM sleeps, and has lent its {' and '.join(sorted(self.asleep))}: call wake_up()")
 
@@ -99,11 +99,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def sleep(self, keep_weights: bool) -> None:
-        """Lend the memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
+        """Offload the memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
 
     @abstractmethod
     def wake_up(self, tags: Collection[str]) -> None:
-        """Take back what the tags name. Raises RuntimeError if a device has no room; some of that then stays lent."""
+        """Restore what the tags name. Raises RuntimeError if a device has no room; some then stays offloaded."""
 
     @abstractmethod
     def close(self) -> None:

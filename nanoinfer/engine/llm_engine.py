@@ -81,10 +81,10 @@ class LLMEngine(EngineClient):
         if isinstance(prompt, VisionPrompt):
             images = images_of(prompt, self.config)
             self._has_images = True
-            self.ranks.note("images", *prompt.spans)
+            self.ranks.record("images", *prompt.spans)
             prompt = prompt.token_ids
-        self.ranks.note("prompt", prompt)
-        self.ranks.note("settings", params, params.read)
+        self.ranks.record("prompt", prompt)
+        self.ranks.record("settings", params, params.read)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:
             seed = seed_of(params, self.config.seed, request_id)
@@ -111,7 +111,7 @@ class LLMEngine(EngineClient):
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence now, or change the reason of one that has ended."""
         if reason == "abort":
-            self.ranks.note("abort", seq.request_id, seq.sample_index)
+            self.ranks.record("abort", seq.request_id, seq.sample_index)
         if seq.is_finished:
             seq.finish_reason, seq.stop_reason = reason, stop_reason
         else:
@@ -132,7 +132,7 @@ class LLMEngine(EngineClient):
         """
         self.check_ready()
         start = self._busy_clock()
-        with self.ranks.undivided():
+        with self.ranks.uninterrupted():
             result, launched = StepResult(), None
             if self.ranks.peers is not None:
                 self.ranks.peers.before_step(self.scheduler.running)
@@ -192,19 +192,19 @@ class LLMEngine(EngineClient):
     def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
         results = []
-        with self.ranks.undivided():
+        with self.ranks.uninterrupted():
             while self.in_flight:
                 results.append(self._read_back(self.in_flight.popleft()))
         return results
 
     def reset_prefix_cache(self) -> None:
         """Let no later request share what has been computed so far."""
-        self.ranks.note("reset_prefix_cache")
+        self.ranks.record("reset_prefix_cache")
         self.scheduler.reset_prefix_cache()
 
     def sleep(self, keep_weights: bool) -> None:
-        """Lend the ranks' memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
-        self.ranks.compare("sleep", keep_weights)
+        """Offload the ranks' memory, while no request runs. Raises RuntimeError if kept weights have no room."""
+        self.ranks.check_consistent("sleep", keep_weights)
         with delayed_interrupt():
             self.drain()
             self.scheduler.block_manager.prefixes.lose_blocks()
@@ -218,7 +218,7 @@ class LLMEngine(EngineClient):
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what the tags name. Raises RuntimeError if a device has no room for it."""
-        self.ranks.compare("wake_up", *sorted(tags))
+        self.ranks.check_consistent("wake_up", *sorted(tags))
         with delayed_interrupt():
             fault = self.sleeper.wake_up(tags)
         if fault is not None:
@@ -273,7 +273,7 @@ class LLMEngine(EngineClient):
 
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is then ready for new ones."""
-        self.ranks.note("abort of all requests")
+        self.ranks.record("abort of all requests")
         self.in_flight.clear()
         self.matchers.clear()
         self.scheduler.abort_all()
@@ -287,9 +287,9 @@ class LLMEngine(EngineClient):
             self.ranks.close()  # first, so that a call on another thread learns why it ends
             self.matchers.close()
 
-    def alike(self) -> AbstractContextManager[None]:
-        """Return a context in which an error ends all peers' calls, if there are peers: see Ranks.alike."""
-        return self.ranks.alike()
+    def consistent(self) -> AbstractContextManager[None]:
+        """Return a context in which an error ends all peers' calls, if there are peers: see Ranks.consistent."""
+        return self.ranks.consistent()
 
     def check_open(self) -> None:
         """Raise an error if this engine can make no steps any more: see Ranks.check_open."""

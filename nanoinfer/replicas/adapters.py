@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.engine.adapters import Adapters, LoadedAdapter
 from nanoinfer.process.interrupts import delayed_interrupt
-from nanoinfer.replicas.freight import Shape, packed, shared_memory
+from nanoinfer.replicas.weight_transfer import Shape, packed, shared_memory
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.source import AdapterSource
 
@@ -26,7 +26,7 @@ class ReplicaAdapters(Adapters):
         self._keeps = keeps
         self._kept: dict[str, tuple[AdapterConfig, list[tuple[Shape, bytes]]]] = {}
 
-    def check(self, source: AdapterSource) -> None:
+    def check_fits(self, source: AdapterSource) -> None:
         """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
         self._replicas.wait_for_one()
         with self._replicas.without_newcomers():
@@ -52,14 +52,14 @@ class ReplicaAdapters(Adapters):
     def _read(self, source: AdapterSource) -> LoadedAdapter:
         """Let all replicas check an adapter; returns what one of them says of it."""
         with shared_memory(sum(tensor.nbytes for _, tensor in source.tensors)) as segment:
-            answers: list[LoadedAdapter] = self._replicas.deliver(
+            answers: list[LoadedAdapter] = self._replicas.send_tensors(
                 source.tensors, segment, "read_adapter", source.name, source.config
             )
         if not answers:
             raise RuntimeError(f"adapter={source.name!r}: all replicas died meanwhile, and start again: load it again")
         return answers[0]
 
-    def tell(self, index: int) -> None:
+    def restore_on(self, index: int) -> None:
         """Let a replica that joins the others load what they have loaded."""
         for name, kept in self._kept.items():
             self._replicas.send(index, "adopt_adapter", name, *kept)

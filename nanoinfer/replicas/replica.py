@@ -23,15 +23,15 @@ import torch
 
 from nanoinfer.config import Config
 from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
-from nanoinfer.replicas.freight import Crate, Shape, unload, unpacked
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures
+from nanoinfer.replicas.weight_transfer import Shape, TensorChunk, read_chunks, unpacked
 from nanoinfer.requests.images import ImageInputs
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.tasks.messages import Task
@@ -192,7 +192,7 @@ class Replica:
             self._unbegun.popleft()
             begun += 1
         now = time.monotonic()
-        if begun or self._tasks.has_news or now - self._reported_at > QUIET_SECONDS:
+        if begun or self._tasks.has_progress or now - self._reported_at > QUIET_SECONDS:
             progress = self._tasks.take_progress()
             figures = [StepFigures._make(FIGURES(step)) for step in progress.steps]
             self._outbox.send(Report(self._round, begun, figures, progress._replace(steps=[])))
@@ -202,7 +202,7 @@ class Replica:
         """Let no sequence be longer than the replica with the fewest blocks allows: results would differ."""
         self.engine.config.max_model_len = max_model_len
 
-    def take(self, round: int, tasks: list[Task]) -> None:
+    def queue_tasks(self, round: int, tasks: list[Task]) -> None:
         """Queue tasks of a round."""
         self._round = round
         for task in tasks:
@@ -236,7 +236,7 @@ class Replica:
         self._report()  # in_flight="abort" has ended some
         self._outbox.send(Reply(self._call, value, error))
 
-    def load_weights(self, source: FileSource, in_flight: Fate, version: int) -> None:
+    def load_weights(self, source: FileSource, in_flight: InFlightPolicy, version: int) -> None:
         """Write the weights of files, which have this version. Raises ValueError as Updater.load does."""
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
@@ -249,20 +249,20 @@ class Replica:
             pass
 
     def update_weights(
-        self, segment: SharedSegment, is_partial: bool, in_flight: Fate, version: int, anew: bool
+        self, segment: SharedSegment, is_partial: bool, in_flight: InFlightPolicy, version: int, anew: bool
     ) -> tuple[int, str]:
         """Write a trainer's tensors, as they arrive; returns the version that is reached, and what is still missing.
 
         version: the one that whole weights will have; anew: those that have come here before do not count
 
         Raises ValueError as Updater.update does.
-        The answer to the last call of `unload` is the answer to this one.
+        The answer to the last call of `receive` is the answer to this one.
         """
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
         if anew:
             updater.drop()
-        source = TensorSource(unload(self._loads(), segment), is_partial, may_be_empty=True)
+        source = TensorSource(read_chunks(self._received(), segment), is_partial, may_be_empty=True)
         with self._refusing():
             updater.update(source, in_flight, self._preparing(in_flight))
         return updater.version, updater.lacks
@@ -271,14 +271,14 @@ class Replica:
         """Check an adapter whose tensors arrive, for `write_adapter`; returns what there is to know of it.
 
         Raises ValueError as Adapters.read does.
-        The answer to the last call of `unload` is the answer to this one.
+        The answer to the last call of `receive` is the answer to this one.
         """
         with self._refusing():
-            source = AdapterSource(name, config, list(unload(self._loads(), segment)))
+            source = AdapterSource(name, config, list(read_chunks(self._received(), segment)))
             self._adapter = self.engine.adapters.read(source)
         return self.engine.adapters.describe(name, self._adapter)
 
-    def write_adapter(self, name: str, in_flight: Fate) -> None:
+    def write_adapter(self, name: str, in_flight: InFlightPolicy) -> None:
         """Load the adapter that `read_adapter` has checked."""
         adapter, self._adapter = self._adapter, {}
         self.engine.adapters.write(name, adapter, self._preparing(in_flight, name))
@@ -293,21 +293,21 @@ class Replica:
         """Forget an adapter, of which no tasks are left."""
         self.engine.adapters.unload(name)
 
-    def _preparing(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
+    def _preparing(self, in_flight: InFlightPolicy, adapter: str | None = None) -> Callable[[], None]:
         """Return the function that prepares tasks for new weights."""
-        return partial(self._tasks.prepare, in_flight, adapter)
+        return partial(self._tasks.prepare_for_weights, in_flight, adapter)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Remember an error of the block, which `unload` tells if more tensors come."""
+        """Remember an error of the block, which `receive` tells if more tensors come."""
         try:
             yield
         except Exception as error:
             self._refused = str(error)
             raise
 
-    def _loads(self) -> Iterator[list[Crate]]:
-        """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
+    def _received(self) -> Iterator[list[TensorChunk]]:
+        """Yield what arrives by calls of `receive`, each of which is answered when the next is awaited."""
         is_first = True
         while True:
             if not is_first:
@@ -316,16 +316,16 @@ class Replica:
             method, args = self._inbox.get()
             if method != "call":
                 raise RuntimeError(f"new weights were broken off by {method}")
-            self._call, _, (crates, is_last) = args
-            if crates is None:
+            self._call, _, (chunks, is_last) = args
+            if chunks is None:
                 raise RuntimeError("new weights were broken off")
-            yield crates
+            yield chunks
             if is_last:
                 return
 
-    def unload(self, crates: list[Crate] | None, is_last: bool) -> None:
+    def receive(self, chunks: list[TensorChunk] | None, is_last: bool) -> None:
         """Raise RuntimeError: what took the tensors has failed here already; None: it breaks off everywhere."""
-        if crates is not None:
+        if chunks is not None:
             raise RuntimeError(f"a replica could not take the tensors: {self._refused}")
 
     def has_mixed_weights(self, version: int) -> bool:

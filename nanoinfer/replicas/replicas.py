@@ -23,10 +23,10 @@ from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.adapters import ReplicaAdapters
-from nanoinfer.replicas.freight import load
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.updater import ReplicaUpdater
+from nanoinfer.replicas.weight_transfer import write_chunks
 from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.runner.memory.plan import tell
 from nanoinfer.runner.start.voice import Voice
@@ -41,7 +41,7 @@ class Change(Enum):
     LOST = auto()
 
 
-News = tuple[int, Report | Change]  # of a replica
+Event = tuple[int, Report | Change]  # of a replica
 
 
 class Replicas(EngineClient):
@@ -65,7 +65,7 @@ class Replicas(EngineClient):
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
-        self._news: list[News] = []
+        self._events: list[Event] = []
         self._round = 0  # of tasks, from one drop of all to the next
         self._num_calls = 0
         self._asked: set[int] = set()  # the replicas that have not answered the newest call
@@ -128,27 +128,27 @@ class Replicas(EngineClient):
 
     def hand_out(self, index: int, tasks: list[Task]) -> None:
         """Let a replica queue tasks."""
-        self.send(index, "take", self._round, tasks)
+        self.send(index, "queue_tasks", self._round, tasks)
 
     def drop_tasks(self) -> None:
-        """Let all replicas forget all tasks; what they still tell of these is no news."""
+        """Let all replicas forget all tasks; what they still tell of these is no event."""
         self._round += 1
         self.tell_all("drop")
 
     @property
-    def has_news(self) -> bool:
-        """Whether a replica has told something, come or gone, of which `take_news` has not told."""
-        return bool(self._news)
+    def has_events(self) -> bool:
+        """Whether a replica has told something, come or gone, of which `take_events` has not told."""
+        return bool(self._events)
 
-    def wait_for_news(self) -> None:
-        """Wait until there is news. Raises WorkerError if no replica is left."""
-        while not self._news:
+    def wait_for_event(self) -> None:
+        """Wait for an event. Raises WorkerError if no replica is left."""
+        while not self._events:
             self._receive()
 
-    def take_news(self) -> list[News]:
-        """Return the news since the last call, in the order in which it came."""
-        news, self._news = self._news, []
-        return news
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, in the order in which they came."""
+        events, self._events = self._events, []
+        return events
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Let all replicas call one of their methods; returns what it returns, and raises the first error of it.
@@ -171,7 +171,7 @@ class Replicas(EngineClient):
         self._asked = set(self.ready)
         self.tell_all("call", self._num_calls, method, args)
 
-    def deliver(
+    def send_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment, method: str, *args: Any
     ) -> list[Any]:
         """Let all replicas call one of their methods that takes tensors, and bring it these; returns what it returns.
@@ -181,12 +181,12 @@ class Replicas(EngineClient):
         answers: list[Any] = []
         try:
             self.ask(method, segment, *args)
-            for crates, is_last in load(tensors, segment):
-                answers = self.call("unload", crates, is_last)
+            for chunks, is_last in write_chunks(tensors, segment):
+                answers = self.call("receive", chunks, is_last)
                 self.check_open()  # the source runs code that is not ours
         except BaseException:
             with delayed_interrupt(), suppress(RuntimeError):
-                self.call("unload", None, True)
+                self.call("receive", None, True)
             raise
         return answers
 
@@ -202,7 +202,7 @@ class Replicas(EngineClient):
                     case Report() as report:
                         self._note_steps(index, report)
                         if report.round == self._round:
-                            self._news.append((index, report))
+                            self._events.append((index, report))
                     case Reply() as reply:
                         if reply.call == self._num_calls:
                             self._answers[index] = reply
@@ -221,8 +221,8 @@ class Replicas(EngineClient):
         """Let a replica take tasks that has started."""
         if index in self._processes:
             self._processes[index].is_ready = True
-            self.adapters.tell(index)
-            self._news.append((index, Change.JOINED))
+            self.adapters.restore_on(index)
+            self._events.append((index, Change.JOINED))
 
     @contextmanager
     def without_newcomers(self) -> Iterator[None]:
@@ -259,7 +259,7 @@ class Replicas(EngineClient):
             refused = None if process.failure is None else process.failure.error
             raise refused or WorkerError(reason)
         if process.is_ready:
-            self._news.append((index, Change.LOST))
+            self._events.append((index, Change.LOST))
         told, restarts = self._what_next(process.is_ready)
         log.warning("%s; %s", reason, told)
         if restarts:
@@ -308,7 +308,7 @@ class Replicas(EngineClient):
         with delayed_interrupt():
             self._finalizer()
 
-    def alike(self) -> AbstractContextManager[None]:
+    def consistent(self) -> AbstractContextManager[None]:
         """Return an empty context: there are no peers."""
         return nullcontext()
 
@@ -326,7 +326,7 @@ class Replicas(EngineClient):
         self.tell_all("reset_prefix_cache")
 
     def sleep(self, keep_weights: bool) -> None:
-        """Lend the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
+        """Offload the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
         self.end_starting()
         with delayed_interrupt():
             before, self.asleep = self.asleep, set(TAGS)  # a replica that dies now must not start again
@@ -341,7 +341,7 @@ class Replicas(EngineClient):
                 self.adapters.drop()
 
     def wake_up(self, tags: Collection[str]) -> None:
-        """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
+        """Restore what the tags name. Raises RuntimeError as LLMEngine.wake_up does."""
         with delayed_interrupt():
             self.call("wake_up", tags)
             self.asleep.difference_update(tags)

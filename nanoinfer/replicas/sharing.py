@@ -96,7 +96,7 @@ class Sharing:
         self._took(key, 1)
         return True
 
-    def take(self, replica: int) -> list[Unit]:
+    def deal(self, replica: int) -> list[Unit]:
         """Return samples, in their order, that a replica begins next, and has from now on; mostly none."""
         room = min(self._most_unbegun - len(self._unbegun[replica]), self._fair_share() - self.num_held(replica))
         taken: list[Unit] = []

@@ -1,4 +1,4 @@
-"""Start: makes whoever computes for an LLM, as the options ask for it, and says in a line what has started."""
+"""Start: makes the engine client of an LLM, as the options ask for it, and says in a line what has started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.tasks import SharedTasks
 from nanoinfer.requests.requests import Requests
-from nanoinfer.requests.tasks.messages import Computes
+from nanoinfer.requests.tasks.messages import TaskRunner
 from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.runner.start.voice import Voice, name_hardware
@@ -72,19 +72,19 @@ class Start:
         Returns the engine, its requests, and the line that introduces it.
         """
         engine: EngineClient
-        computes: Computes
+        tasks: TaskRunner
         if isinstance(self._others, Replicas):
             engine = replicas = self._others
             replicas.wait_until_ready()
             line = _introduce(config, replicas.memory, replicas.hardware, Voice(config))
-            computes = SharedTasks(replicas, config)
+            tasks = SharedTasks(replicas, config)
         else:
             engine = one = LLMEngine(config, self._others)
             runner = one.ranks.runner
             hardware = name_hardware(runner.device, runner.threads)
             line = _introduce(config, one.memory, hardware, Voice(config, runner.tp.rank))
-            computes = Tasks(one, tokenizer)
-        return engine, Requests(computes, engine.counters, config.seed, tokenizer), line
+            tasks = Tasks(one, tokenizer)
+        return engine, Requests(tasks, engine.counters, config.seed, tokenizer), line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from nanoinfer.config import Config
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.replicas.messages import Report
@@ -31,7 +31,7 @@ class SharedTasks:
         self._share_anew()
 
     def _share_anew(self) -> None:
-        self._replicas.take_news()  # nobody wants it any more: `ready` says which replicas there are
+        self._replicas.take_events()  # nobody wants it any more: `ready` says which replicas there are
         self.sharing = Sharing(max(1, int(UNBEGUN * self._config.max_num_seqs)), self._replicas.ready)
         self._tasks: dict[int, Task] = {}  # by number, those with samples that have not ended
         self._keys: dict[int, Hashable] = {}  # by number; tasks with equal ones begin alike
@@ -39,7 +39,7 @@ class SharedTasks:
         self._aborted: set[int] = set()
         self._progress = TaskProgress([], [], [])  # that nobody has taken
 
-    def take(self, tasks: list[Task], longest_first: bool) -> None:
+    def queue(self, tasks: list[Task], longest_first: bool) -> None:
         """Queue tasks; longest_first: those begin sooner that may get more tokens."""
         for task in sorted(tasks, key=self._most_tokens, reverse=True) if longest_first else tasks:
             self._tasks[task.number], self._nums_left[task.number] = task, len(task.samples)
@@ -59,17 +59,17 @@ class SharedTasks:
 
     def step(self) -> None:
         """Hand out samples, and take what replicas tell."""
-        if self._tasks and not self._replicas.has_news:
+        if self._tasks and not self._replicas.has_events:
             self._hand_out()
-            self._replicas.wait_for_news()
-        for index, news in self._replicas.take_news():
-            if news is Change.JOINED:
+            self._replicas.wait_for_event()
+        for index, event in self._replicas.take_events():
+            if event is Change.JOINED:
                 self.sharing.join(index)
-            elif news is Change.LOST:
+            elif event is Change.LOST:
                 self._begin_again(*self.sharing.leave(index))
             else:
-                assert isinstance(news, Report)
-                self._note(index, news)
+                assert isinstance(event, Report)
+                self._note(index, event)
         self._hand_out()
 
     def take_progress(self) -> TaskProgress:
@@ -82,7 +82,7 @@ class SharedTasks:
         if not self.sharing.num_waiting:
             return
         for index in self.sharing.replicas:
-            units = self.sharing.take(index)
+            units = self.sharing.deal(index)
             if units:
                 self._replicas.hand_out(index, self._tasks_of(units))
 
@@ -158,7 +158,7 @@ class SharedTasks:
         self._replicas.drop_tasks()
         self._share_anew()
 
-    def prepare(self, in_flight: Fate, adapter: str | None) -> None:
+    def prepare_for_weights(self, in_flight: InFlightPolicy, adapter: str | None) -> None:
         """End tasks after new weights came, if in_flight says so; replicas do the rest."""
         if in_flight == "abort":
             for number, task in list(self._tasks.items()):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.client import Fate, Updater
+from nanoinfer.engine.client import InFlightPolicy, Updater
 from nanoinfer.engine.ranks.workers import WorkerError
-from nanoinfer.replicas.freight import Shape, shared_memory
+from nanoinfer.replicas.weight_transfer import Shape, shared_memory
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ReplicaUpdater(Updater):
         """Let all tensors be missing."""
         self._lacks = ALL
 
-    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def update(self, source: TensorSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into all replicas; returns the version, a new one if no tensor is missing.
 
         begin: called when all have them
@@ -50,14 +50,14 @@ class ReplicaUpdater(Updater):
             num_bytes = sum(tensor.nbytes for _, tensor in held)
             tensors = iter(held)
         with self._new_version() as version, shared_memory(num_bytes) as segment:
-            states: list[tuple[int, str]] = replicas.deliver(
+            states: list[tuple[int, str]] = replicas.send_tensors(
                 tensors, segment, "update_weights", source.is_partial, in_flight, version, anew
             )
             begin()
             self.version, self._lacks = min(states)
         return self.version
 
-    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def load(self, source: FileSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write the tensors of files into all replicas; returns the new version. begin: called when all have them."""
         with self._new_version() as version:
             self._replicas.call("load_weights", source, in_flight, version)

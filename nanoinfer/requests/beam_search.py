@@ -22,12 +22,12 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
+from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
-from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ class SearchesBeams(LoadsAdapters):
             self._check_adapters(prompt.params for prompt in prepared)
         with self._turn(alone=True):
             self._check_adapters(prompt.params for prompt in prepared)  # another thread may have unloaded one
-            with self.engine.alike():
+            with self._door("open"):
                 slot_of = cast(LLMEngine, self.engine).adapters.slot_of
                 searches = [
                     self._beams_of(index, prompt, rules, slot_of(prompt.params.adapter))
@@ -200,7 +200,7 @@ class SearchesBeams(LoadsAdapters):
         num_likeliest = min(num_likeliest, self.config.description.vocab_size)
         engine = cast(LLMEngine, self.engine)
         with no_full_collection(), self._requests:
-            engine.ranks.note(
+            engine.ranks.record(
                 "beam_search", rules.params, most_searches, [search.seqs[0].token_ids for search in searches]
             )
             run = BeamSearches(engine, searches, num_likeliest, most_searches)

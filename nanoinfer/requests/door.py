@@ -14,7 +14,7 @@ State = Literal["open", "ready", "writable"]
 
 
 class Door:
-    """A base of LLM: whoever computes, its requests, and the turn of a thread that calls."""
+    """A base of LLM: its engine client, its requests, and the turn of a thread that calls."""
 
     engine: EngineClient
     _requests: Requests
@@ -23,7 +23,7 @@ class Door:
     def _door(self, state: State) -> AbstractContextManager[None]:
         """Return the context in which a method checks its arguments: an error there ends the calls of all peers.
 
-        state: what the engine must be. "ready": it is awake and has all weights; "writable": no weights are lent
+        state: what the engine must be. "ready": it is awake and has all weights; "writable": no weights are offloaded
 
         Raises as the engine's check_open, check_ready or check_writable does.
         """
@@ -33,7 +33,7 @@ class Door:
             "writable": self.engine.check_writable,
         }
         checks[state]()
-        return self.engine.alike()
+        return self.engine.consistent()
 
     def _turn(self, alone: bool = False) -> threading.Lock:
         """Return the lock that a caller holds while the engine runs. Raises RuntimeError if it is taken.

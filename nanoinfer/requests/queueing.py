@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.hints import hints_for
+from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.sampling_params import SamplingParams
 
 

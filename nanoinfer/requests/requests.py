@@ -1,4 +1,4 @@
-"""Requests: the prompts on their way through whoever computes them, and the outputs that nobody has taken yet."""
+"""Requests: the prompts on their way through the engines, and the outputs that nobody has taken yet."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.checks import as_int, check_choice, short
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.llm_engine import seed_of
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request, StreamedSample
-from nanoinfer.requests.tasks.messages import Computes, TaskProgress
+from nanoinfer.requests.tasks.messages import TaskProgress, TaskRunner
 from nanoinfer.requests.text.spelling import decoder
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ class Requests:
     """
 
     def __init__(
-        self, computes: Computes, counters: Counters, seed: int, tokenizer: PreTrainedTokenizerBase | None
+        self, tasks: TaskRunner, counters: Counters, seed: int, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         """seed: the LLM's, from which requests without one get theirs"""
         self.finished: list[Request] = []
         self.num_added = 0
-        self._computes, self._counters, self._seed = computes, counters, seed
+        self._tasks, self._counters, self._seed = tasks, counters, seed
         self._decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
         self._running: dict[int, Request] = {}  # by id
         self._changed: list[StreamedSample] = []  # since the last take_changed
@@ -70,7 +70,7 @@ class Requests:
     def add(self, prompt: Prepared, streams: bool = False) -> Request:
         """Queue a request; streams: the caller takes each sample's new text and tokens as they come."""
         request = self._make(prompt, streams)
-        self._computes.take([request.task()], longest_first=False)
+        self._tasks.queue([request.task()], longest_first=False)
         return request
 
     def add_all(self, prompts: list[Prepared]) -> list[Request]:
@@ -80,7 +80,7 @@ class Requests:
         runs almost alone in the end.
         """
         requests = [self._make(prompt, streams=False) for prompt in prompts]
-        self._computes.take([request.task() for request in requests], longest_first=True)
+        self._tasks.queue([request.task() for request in requests], longest_first=True)
         return requests
 
     def _make(self, prompt: Prepared, streams: bool) -> Request:
@@ -91,12 +91,12 @@ class Requests:
 
     def step(self) -> list[StepResult]:
         """Go on until a step has ended, or several; returns their figures."""
-        self._computes.step()
+        self._tasks.step()
         return self._update().steps
 
     def _update(self) -> TaskProgress:
         """Note what has become of tasks, and return it."""
-        progress = self._computes.take_progress()
+        progress = self._tasks.take_progress()
         for number, index in progress.again:
             self._running[number].samples[index].begin_again()
         for number, result in progress.results:
@@ -118,16 +118,16 @@ class Requests:
             self.finished.append(self._running.pop(request.id))
         self._counters.end_sample(reason, is_last=request.num_running == 0)
 
-    def before_new_weights(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
+    def before_new_weights(self, in_flight: InFlightPolicy, adapter: str | None = None) -> Callable[[], None]:
         """Return the function that prepares the requests for new weights.
 
         in_flight: as for LLM.update_weights; adapter: it alone gets new ones, and only its requests are prepared
         """
-        check_choice("in_flight", in_flight, list(get_args(Fate)))
+        check_choice("in_flight", in_flight, list(get_args(InFlightPolicy)))
 
         def prepare() -> None:
             with self:
-                self._computes.prepare(in_flight, adapter)
+                self._tasks.prepare_for_weights(in_flight, adapter)
                 self._update()
 
         return prepare
@@ -149,7 +149,7 @@ class Requests:
         """End the samples of a request that have not ended, outside or in the middle of `with requests:`."""
         was_settled, self._is_settled = self._is_settled, False
         try:
-            self._computes.abort(request.id)
+            self._tasks.abort(request.id)
             self._update()
         except BaseException:
             self.abort_all()
@@ -159,7 +159,7 @@ class Requests:
     def abort_all(self) -> None:
         """Drop every request, ended ones included."""
         self._is_settled = False
-        self._computes.drop()
+        self._tasks.drop()
         dropped, self._running = self._running, {}
         self._counters.drop([request.num_running for request in dropped.values()])
         self._changed.clear()

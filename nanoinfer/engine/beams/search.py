@@ -78,7 +78,7 @@ class BeamSearches:
         self._engine.check_ready()
         self._admit()
         chunks = self._plan()
-        with self._engine.ranks.undivided():
+        with self._engine.ranks.uninterrupted():
             result = self._run(chunks)
         self._blocks.begin_step()  # a long chunk has held more than its search may need, until now: beams are to fork
         complete = [search for search in self._running if all(seq in self._likeliest for seq in search.seqs)]

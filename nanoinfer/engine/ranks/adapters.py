@@ -30,18 +30,18 @@ class RankAdapters(Adapters):
 
     def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write an adapter into its slot, in place of one of the same name; returns its version."""
-        self._ranks.note("load_adapter", source.name, in_flight)
-        with self._ranks.alike():
+        self._ranks.record("load_adapter", source.name, in_flight)
+        with self._ranks.consistent():
             self._check_room(source.name)
         return self.write(source.name, self.read(source), begin)
 
-    def check(self, source: AdapterSource) -> None:
+    def check_fits(self, source: AdapterSource) -> None:
         """Raise ValueError for an adapter that the model does not fit. Nothing changes."""
         self.read(source)
 
     def read(self, source: AdapterSource) -> Adapter:
         """Return what `write` takes. Raises ValueError for an adapter that the model does not fit."""
-        with self._ranks.alike(), fresh_torch_state():
+        with self._ranks.consistent(), fresh_torch_state():
             held = self._ranks.runner.holdings.adapters
             assert held is not None
             return held.reader.read(source)
@@ -49,7 +49,7 @@ class RankAdapters(Adapters):
     def write(self, name: str, adapter: Adapter, begin: Callable[[], None]) -> int:
         """Write an adapter that `read` has checked; returns its version. An error leaves what was there."""
         loaded, slot = self.describe(name, adapter), self._slot_for(name)
-        self._ranks.compare("adapter", sorted({update.scale for update in adapter.values()}), loaded)
+        self._ranks.check_consistent("adapter", sorted({update.scale for update in adapter.values()}), loaded)
         with delayed_interrupt():
             begin()
             self._scheduler.reset_prefix_cache(slot)
@@ -65,7 +65,7 @@ class RankAdapters(Adapters):
 
     def unload(self, name: str) -> None:
         """Give an adapter's slot back. Nothing that was computed with it is found any more."""
-        self._ranks.note("unload_adapter", name)
+        self._ranks.record("unload_adapter", name)
         del self.loaded[name]  # if an interrupt comes behind this, the next load into the slot does the rest
         self._scheduler.reset_prefix_cache(self._slots.pop(name))
 

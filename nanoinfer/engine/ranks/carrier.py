@@ -23,7 +23,7 @@ class AdapterCarrier:
         """
         adapters = self._ranks.runner.holdings.adapters
         assert adapters is not None
-        with self._ranks.undivided(), fresh_torch_state():
+        with self._ranks.uninterrupted(), fresh_torch_state():
             buckets = self._ranks.make_buckets("holdings.adapters.receive")
             if buckets is None:
                 adapters.write(slot, adapter)

@@ -46,7 +46,7 @@ class Peers:
             self._hosts.connect()
             for option in fields(config):
                 if option.init and option.name not in OWN:
-                    self.note(option.name, getattr(config, option.name))
+                    self.record(option.name, getattr(config, option.name))
             self.compare()
         except BaseException:
             self.stop(failed=True)
@@ -58,7 +58,7 @@ class Peers:
         timeout = timedelta(seconds=min(self._timeout, TIMEOUT.total_seconds()))
         return TensorParallel.within(self._group, device, meet=self.compare, timeout=timeout, keeps_order=keeps_order)
 
-    def note(self, what: str, *facts: object) -> None:
+    def record(self, what: str, *facts: object) -> None:
         """Note something that must be equal on all ranks."""
         told = ", ".join(map(repr, facts))
         line = ADDRESS.sub("0x", f"{what}: {told}" if facts else what).replace("\n", " ")
@@ -75,7 +75,7 @@ class Peers:
                 )
                 for seq in running
             ]
-            self.note("step", self._num_steps, rows)
+            self.record("step", self._num_steps, rows)
             self.compare()
 
     def compare(self) -> None:

@@ -21,7 +21,7 @@ from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 
 class Ranks:
-    """One fate for all: an error in one of several ranks ends all of them.
+    """They fail fast: an error in one of several ranks ends all of them.
 
     runner: this process's rank
     workers: the other ranks, if this process has started them
@@ -42,7 +42,7 @@ class Ranks:
         self.peers = Peers(config) if are_several and not config.starts_ranks else None
         self._others = self.workers or self.peers
         self._finalizer = weakref.finalize(self, _close, self._owner, self._others, None)
-        with self._one_fate():
+        with self._fail_fast():
             self.runner = self._make_runner(config)
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _close, self._owner, self._others, self.runner)
@@ -63,13 +63,13 @@ class Ranks:
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of ModelRunner on every rank; returns this rank's result."""
-        with self._one_fate():
+        with self._fail_fast():
             return self.runner.call(method, *args)
 
     def tell_workers(self, method: str, *args: Any) -> None:
         """Run a method on the other ranks alone, which this process has started."""
         assert self.workers is not None
-        with self._one_fate():
+        with self._fail_fast():
             self.workers.send(method, args)
 
     def make_buckets(self, method: str) -> Buckets | None:
@@ -86,39 +86,39 @@ class Ranks:
     def wait(self, tokens: PendingTokens) -> list[Any]:
         """Wait for a step's tokens: see PendingTokens.wait."""
         start = time.perf_counter()
-        with self._one_fate():
+        with self._fail_fast():
             told = tokens.wait(None if self._others is None else self._others.patience())
         self.waited += time.perf_counter() - start
         return told
 
-    def undivided(self) -> AbstractContextManager[object]:
+    def uninterrupted(self) -> AbstractContextManager[object]:
         """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them.
 
         Peers may get it in different steps. So there it does not wait, and ends them.
         """
         if self.peers is not None:
-            return self._one_fate()
+            return self._fail_fast()
         return nullcontext() if self.workers is None else delayed_interrupt()
 
-    def note(self, what: str, *facts: object) -> None:
+    def record(self, what: str, *facts: object) -> None:
         """Note what all peers must be told alike; they compare it before they compute."""
         if self.peers is not None:
-            self.peers.note(what, *facts)
+            self.peers.record(what, *facts)
 
-    def compare(self, what: str, *facts: object) -> None:
+    def check_consistent(self, what: str, *facts: object) -> None:
         """Note something, and wait until all peers have come to the same call."""
         if self.peers is not None and not self.is_closed:
-            self.peers.note(what, *facts)
-            with self._one_fate():
+            self.peers.record(what, *facts)
+            with self._fail_fast():
                 self.peers.compare()
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def consistent(self) -> Iterator[None]:
         """Let peers compare an error of the block, which comes before they compute: no one must go on alone."""
         try:
             yield
         except Exception as error:
-            self.compare("error", error)
+            self.check_consistent("error", error)
             raise
         except BaseException as error:
             if self.peers is not None:
@@ -126,7 +126,7 @@ class Ranks:
             raise
 
     @contextmanager
-    def _one_fate(self) -> Iterator[None]:
+    def _fail_fast(self) -> Iterator[None]:
         """End all of several ranks if the block raises: otherwise those that are left would wait forever."""
         try:
             yield

@@ -1,4 +1,4 @@
-"""Sleeper: which of the ranks' memory is lent, and the calls that lend it and take it back."""
+"""Sleeper: which of the ranks' memory is offloaded, and the calls that offload and restore it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ TAGS: tuple[Tag, ...] = get_args(Tag)
 
 
 class Sleeper:
-    """Lends the memory of weights and KV cache of all ranks at once.
+    """Offloads the memory of weights and KV cache of all ranks at once.
 
-    asleep: what is lent now
+    asleep: what is offloaded now
     """
 
     def __init__(self, call: Callable[..., Any], asleep: set[Tag]) -> None:
@@ -22,7 +22,7 @@ class Sleeper:
         self._call = call
 
     def sleep(self, keep_weights: bool) -> str | None:
-        """Lend all; returns why nothing has been lent, or None.
+        """Offload all; returns why nothing has been, or None.
 
         keep_weights: those of a GPU are copied to host memory first, for which it may have no room
         """
@@ -33,7 +33,7 @@ class Sleeper:
         return None
 
     def wake_up(self, tags: Collection[str]) -> str | None:
-        """Take back what the tags name; returns why some of that stays lent, or None."""
+        """Restore what the tags name; returns why some of that stays offloaded, or None."""
         for tag in TAGS:
             if tag in tags and tag in self.asleep:
                 if (fault := self._call("holdings.take_back", tag)) is not None:

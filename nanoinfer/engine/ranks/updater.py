@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from nanoinfer.engine.client import Fate, Updater
+from nanoinfer.engine.client import InFlightPolicy, Updater
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
@@ -48,7 +48,7 @@ class RankUpdater(Updater):
     def _needed(self) -> frozenset[str]:
         return needed(self._table)
 
-    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def update(self, source: TensorSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into the weights; returns the version, a new one if no tensor is missing.
 
         in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
@@ -58,9 +58,9 @@ class RankUpdater(Updater):
         before = self.missing if source.is_partial else self.missing & constants(table)
         come: list[str] = []
         room = None
-        ranks.compare("update_weights", in_flight, source.is_partial)
+        ranks.check_consistent("update_weights", in_flight, source.is_partial)
         try:
-            with ranks.alike():
+            with ranks.consistent():
                 tensors = source.tensors(table)
                 if source.holds_tensors:  # then all can be checked before the first is written
                     held = list(tensors)
@@ -75,7 +75,7 @@ class RankUpdater(Updater):
                     del tensor  # so that it can go before the next one comes
             ranks.check_open()
             if buckets is not None:
-                with ranks.undivided(), fresh_torch_state():
+                with ranks.uninterrupted(), fresh_torch_state():
                     buckets.flush()
         finally:
             fault = self._end(buckets) if come else None
@@ -83,18 +83,18 @@ class RankUpdater(Updater):
             return self.version
         return self._accept(source.what, fault, before - met_by(table, come))
 
-    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def load(self, source: FileSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
-        with ranks.alike(), fresh_torch_state():
+        with ranks.consistent(), fresh_torch_state():
             source.check(self._table, is_update=True)
             if self._is_tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
                 raise ValueError(
                     f"{source.what}: has an output projection of its own, but this model's is the embedding"
                 )
-        ranks.compare("load_weights", source.what, in_flight)
+        ranks.check_consistent("load_weights", source.what, in_flight)
         self._begin(begin)
-        with ranks.undivided():
+        with ranks.uninterrupted():
             ranks.call("holdings.weights.read", source)
         return self._accept(source.what, self._end())
 
@@ -107,7 +107,7 @@ class RankUpdater(Updater):
         """
         begin()
         self._scheduler.reset_prefix_cache()
-        with self._ranks.undivided():
+        with self._ranks.uninterrupted():
             if buckets is not None:
                 with fresh_torch_state():
                     buckets.open(room)
@@ -116,11 +116,11 @@ class RankUpdater(Updater):
 
     def _write(self, name: str, tensor: Tensor, stays: bool, buckets: Buckets | None) -> None:
         writer = self._ranks.runner.holdings.weights
-        self._ranks.note("tensor", name)
+        self._ranks.record("tensor", name)
         with fresh_torch_state():
             writer.write(name, tensor, stays)
             if buckets is not None:
-                with self._ranks.undivided():
+                with self._ranks.uninterrupted():
                     buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
 
     def _end(self, buckets: Buckets | None = None) -> str | None:
@@ -128,8 +128,8 @@ class RankUpdater(Updater):
         try:
             if self._ranks.is_closed:
                 return None
-            self._ranks.compare("end of weights")
-            with self._ranks.undivided():
+            self._ranks.check_consistent("end of weights")
+            with self._ranks.uninterrupted():
                 fault: str | None = self._ranks.call("holdings.weights.end")
                 return fault
         finally:

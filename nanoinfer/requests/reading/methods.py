@@ -14,6 +14,7 @@ from nanoinfer.config import Config
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
+from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
@@ -25,7 +26,6 @@ from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOu
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.upkeep.adapters import LoadsAdapters
 from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -249,7 +249,7 @@ class ReadsTexts(LoadsAdapters):
         lora_request: GivenLora,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
-        with self.engine.alike():
+        with self._door("open"):
             use_tqdm = check_use_tqdm(use_tqdm)
             if lora_request is not None:
                 check_none("adapter", adapter, "lora_request names adapters")
@@ -280,7 +280,7 @@ class ReadsTexts(LoadsAdapters):
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm
     ) -> Generator[SomeOutput, None, None]:
         def take() -> Prepared | None:
-            with self.engine.alike():
+            with self._door("open"):
                 prompt = texts.take()
                 if prompt is not None:
                     self._check_adapters([prompt.params])

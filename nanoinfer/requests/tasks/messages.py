@@ -1,10 +1,10 @@
-"""Messages of requests: tasks that whoever computes takes, and what it tells of them. They may cross to a process."""
+"""Messages of requests: tasks that engines compute, and what becomes of them. They may cross to another process."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.requests.prompts import SomeTokens
@@ -20,7 +20,7 @@ class Task(NamedTuple):
     seed: the request's, from which each sample's is made
     samples: their numbers among the request's
     streams: each step's tokens are told; otherwise a sample has one result, when it ends
-    grammar: that of params.structured_outputs; it stays in its process, and another one compiles its own
+    grammar: that of params.structured_outputs; another process compiles its own
     """
 
     number: int
@@ -45,10 +45,10 @@ class TaskProgress(NamedTuple):
     results: list[tuple[int, SampleResult]]
 
 
-class Computes(Protocol):
-    """Whoever computes tasks: one engine in this process (Tasks), or replicas in others (SharedTasks)."""
+class TaskRunner(Protocol):
+    """Runs tasks: by one engine in this process (Tasks), or by replicas in others (SharedTasks)."""
 
-    def take(self, tasks: list[Task], longest_first: bool) -> None:
+    def queue(self, tasks: list[Task], longest_first: bool) -> None:
         """Queue tasks; longest_first: those begin sooner that may get more tokens, if some must wait for others."""
         ...
 
@@ -68,6 +68,6 @@ class Computes(Protocol):
         """Forget all tasks."""
         ...
 
-    def prepare(self, in_flight: Fate, adapter: str | None) -> None:
+    def prepare_for_weights(self, in_flight: InFlightPolicy, adapter: str | None) -> None:
         """Prepare tasks for new weights: those of the model, or those of an adapter, which only its tasks feel."""
         ...

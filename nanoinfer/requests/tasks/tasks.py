@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import Sequence
@@ -37,11 +37,11 @@ class Tasks:
         return bool(self._samples)
 
     @property
-    def has_news(self) -> bool:
+    def has_progress(self) -> bool:
         """Whether `take_progress` has more to tell than figures of steps."""
         return bool(self._changed)
 
-    def take(self, tasks: list[Task], longest_first: bool) -> None:
+    def queue(self, tasks: list[Task], longest_first: bool) -> None:
         """Queue tasks; longest_first: those begin sooner that may get more tokens, if some must wait for others."""
         for task in tasks:
             self.add(task)
@@ -113,7 +113,7 @@ class Tasks:
         self._by_request.clear()
         self._forget_progress()
 
-    def prepare(self, in_flight: Fate, adapter: str | None) -> None:
+    def prepare_for_weights(self, in_flight: InFlightPolicy, adapter: str | None) -> None:
         """Prepare tasks for new weights: those of the model, or those of an adapter, which only its tasks feel."""
         if not self._affected(adapter):
             return  # the others need not wait for a step in flight

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from nanoinfer.checks import as_list, check_flag, check_int, short
 from nanoinfer.config import Config
 from nanoinfer.engine.adapters import NO_SLOTS, LoadedAdapter
-from nanoinfer.engine.client import EngineClient, Fate
+from nanoinfer.engine.client import EngineClient, InFlightPolicy
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.settings import AdapterNames
@@ -72,7 +72,7 @@ class Adaptable(Protocol):
         """Return one that could be loaded."""
         ...
 
-    def _load_opened(self, opened: AdapterSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def _load_opened(self, opened: AdapterSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Load one, or replace it."""
         ...
 

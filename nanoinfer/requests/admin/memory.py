@@ -1,4 +1,4 @@
-"""LendsMemory: an LLM forgets what it has computed, and gives its memory away for a while."""
+"""SleepMode: an LLM forgets what it has computed, and offloads its memory for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
 
 
-class LendsMemory(Door):
+class SleepMode(Door):
     """The methods of LLM that give back what the KV cache holds, and the memory of cache and weights."""
 
     @hints_for("reset_prefix_cache")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.checks import short
 from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
 from nanoinfer.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ class LoadsAdapters(Door):
         source: str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         config: Any = None,
         alpha: float | None = None,
-        in_flight: Fate = "recompute",
+        in_flight: InFlightPolicy = "recompute",
     ) -> int:
         """Load an adapter, in place of one that has the name; returns its version, 1 for a new name.
 
@@ -46,7 +46,7 @@ class LoadsAdapters(Door):
         computed with the adapter of this name before. Adapters stay when the weights change, and in sleep(level=1).
 
         Raises ValueError for tensors and settings that do not fit the model, for a rank above max_adapter_rank, and
-        for more than max_adapters. Raises RuntimeError if max_adapters is 0, or the weights are lent.
+        for more than max_adapters. Raises RuntimeError if max_adapters is 0, or the weights are offloaded.
         """
         with self._door("writable"):
             self.engine.adapters.check_slots()
@@ -55,7 +55,7 @@ class LoadsAdapters(Door):
             opened = open_adapter(name, source, config, alpha)
         return self._load_opened(opened, in_flight, begin)
 
-    def _load_opened(self, opened: AdapterSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+    def _load_opened(self, opened: AdapterSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
         """Load an adapter that open_adapter has returned."""
         with self._turn():
             self.engine.check_writable()
@@ -69,7 +69,7 @@ class LoadsAdapters(Door):
         with self._door("writable"):
             opened = open_adapter(name, folder)
         with self._turn(alone):
-            self.engine.adapters.check(opened)
+            self.engine.adapters.check_fits(opened)
         return opened
 
     @hints_for("unload_adapter")
@@ -83,7 +83,7 @@ class LoadsAdapters(Door):
         with self._door("open"):
             name = _check_name(name)
         with self._turn():
-            with self.engine.alike():
+            with self._door("open"):
                 self.engine.adapters.check_is_loaded(name)
             if running := self._requests.of_adapter(name):
                 raise RuntimeError(
@@ -99,7 +99,7 @@ class LoadsAdapters(Door):
 
     def _check_adapters(self, settings: Iterable[SamplingParams]) -> None:
         """Raise ValueError for prompts' settings whose adapter is not loaded."""
-        with self.engine.alike():
+        with self._door("open"):
             for params in settings:
                 if params.adapter is not None:
                     self.engine.adapters.check_is_loaded(params.adapter)

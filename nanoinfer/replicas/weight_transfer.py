@@ -1,4 +1,4 @@
-"""Freight: how a trainer's tensors reach the replicas, through memory that all processes of the machine share."""
+"""Weight transfer: a trainer's tensors reach the replicas through memory that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class Crate(NamedTuple):
+class TensorChunk(NamedTuple):
     """Some bytes of a tensor, which lie in the segment from `begin` on.
 
     shape: the whole tensor's
@@ -58,15 +58,17 @@ def shared_memory(num_bytes: int | None) -> Iterator[SharedSegment]:
                 memory.close()
 
 
-def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[tuple[list[Crate], bool]]:
+def write_chunks(
+    tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment
+) -> Iterator[tuple[list[TensorChunk], bool]]:
     """Write tensors into a segment; yields what is there when there is no room for more, and in the end with True.
 
-    The caller then lets it be unloaded.
+    The caller then lets it be read.
     """
     with fresh_torch_state():
         mapped = segment.map(torch.device("cpu"))
     with mapped as memory:
-        crates: list[Crate] = []
+        chunks: list[TensorChunk] = []
         used = 0
         for name, tensor in tensors:
             with fresh_torch_state():
@@ -74,16 +76,16 @@ def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Itera
             first, is_whole = 0, False
             while not is_whole:  # a tensor without numbers comes, too
                 if used == len(memory):
-                    yield crates, False
-                    crates, used = [], 0
+                    yield chunks, False
+                    chunks, used = [], 0
                 count = min(len(data) - first, len(memory) - used)
                 with fresh_torch_state():
                     memory[used : used + count].copy_(data[first : first + count])
-                crates.append(Crate(shape, first, used, count))
+                chunks.append(TensorChunk(shape, first, used, count))
                 first, used = first + count, used + count
                 is_whole = first == len(data)
             del data, tensor  # so that they can go before the next one comes
-        yield crates, True
+        yield chunks, True
 
 
 def packed(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Shape, bytes]]:
@@ -102,11 +104,11 @@ def unpacked(pairs: Iterable[tuple[Shape, bytes]]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def unload(loads: Iterable[list[Crate]], segment: SharedSegment) -> Iterator[tuple[str, Tensor]]:
+def read_chunks(sent: Iterable[list[TensorChunk]], segment: SharedSegment) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that arrive, each when the last of its bytes is there."""
     with segment.map(torch.device("cpu")) as memory:
-        for crates in loads:
-            for shape, first, begin, num_bytes in crates:
+        for chunks in sent:
+            for shape, first, begin, num_bytes in chunks:
                 if first == 0:
                     tensor = torch.empty(shape.sizes, dtype=shape.dtype)
                     data = _bytes_of(tensor)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
-from nanoinfer.engine.client import Fate
+from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.requests.door import Door
@@ -25,7 +25,7 @@ class ChangesWeights(Door):
         self,
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
-        in_flight: Fate = "recompute",
+        in_flight: InFlightPolicy = "recompute",
     ) -> int:
         """Write a trainer's tensors into the weights, in place; returns the weights_version.
 
@@ -54,7 +54,7 @@ class ChangesWeights(Door):
             return self.engine.updater.update(source, in_flight, begin)
 
     @hints_for("load_weights")
-    def load_weights(self, model: str, revision: str | None = None, in_flight: Fate = "recompute") -> int:
+    def load_weights(self, model: str, revision: str | None = None, in_flight: InFlightPolicy = "recompute") -> int:
         """Write the weights of another checkpoint of the same model, as update_weights does.
 
         model: a folder with *.safetensors, or a Hub id
