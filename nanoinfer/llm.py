@@ -9,12 +9,12 @@ from contextlib import closing
 from typing import Any
 
 from nanoinfer.config import Config
+from nanoinfer.engine.results.stats import Stats
 from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.hints import hints_for
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.replicas.start import Start, Started
+from nanoinfer.replicas.start import Start
 from nanoinfer.requests.admin.memory import SleepMode
-from nanoinfer.requests.admin.stats import KeepsStats
 from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prompt
@@ -39,9 +39,7 @@ class LLM(
     TokenizesTexts,
     ChangesWeights,
     SleepMode,
-    KeepsStats,
     VllmMethods,
-    Started,
 ):
     """A Hugging Face language model, ready to generate.
 
@@ -74,6 +72,8 @@ class LLM(
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
         ends the ranks and closes the LLM. With tensor_parallel_group the first one may do so
     """
+
+    _line = "an LLM that has not started"
 
     def __init__(self, model: str, **options: Any) -> None:
         with Start() as start:
@@ -190,11 +190,30 @@ class LLM(
         except ValueError as error:
             raise ValueError(f"model={self.config.model!r}: its generation_config.json: {error}") from None
 
+    @hints_for("stats")
+    def stats(self) -> Stats:
+        """Return what this LLM has done since it started, or since reset_stats; print it for a few lines of text.
+
+        All that ran counts: generate, chat, stream, score, beam_search and step, whether requests ended or were
+        dropped. With several replicas, it is the sum over all, without what they have not told yet. Several ranks of
+        one engine count once. It also works while requests run or a stream is open, and after close.
+        """
+        return self.engine.counters.stats()
+
+    @hints_for("reset_stats")
+    def reset_stats(self) -> None:
+        """Let `stats` begin anew. Requests that run go on, and their later tokens count."""
+        self.engine.counters.reset()
+
     def close(self) -> None:
         """Give back all device memory, processes and shared memory. A second call does nothing."""
         self.engine.close()
         self._requests.abort_all()
         self._inputs.close()
+
+    def __repr__(self) -> str:
+        """Return the line that says what has started."""
+        return self._line
 
     def __enter__(self) -> LLM:
         return self

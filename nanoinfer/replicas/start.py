@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Started:
-    """A base of LLM: its repr is the line that says what has started."""
-
-    _line = "an LLM that has not started"
-
-    def __repr__(self) -> str:
-        return self._line
-
-
 class Start:
     """Starts other processes early: they import what they need while this one reads the checkpoint.
 
