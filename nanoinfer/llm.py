@@ -115,8 +115,8 @@ class LLM(
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            loras = self._loras.check(self, lora_request, alone=True)
-            prepared = self._inputs.check(prompts, sampling_params, loras.names)
+            loras = self._loras.check_requests(self, lora_request, alone=True)
+            prepared = self._inputs.check_prompts(prompts, sampling_params, loras.names)
             self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
@@ -146,7 +146,7 @@ class LLM(
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            loras = self._loras.check(self, lora_request, alone=True)
+            loras = self._loras.check_requests(self, lora_request, alone=True)
             given = template, chat_template_kwargs, loras.names
             prepared = self._inputs.check_chats(messages, sampling_params, *given)
             self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
@@ -172,7 +172,7 @@ class LLM(
         Raises ValueError, before anything runs, as generate does.
         """
         with self._door("ready"):
-            prepared = self._inputs.check(prompts, sampling_params).take()
+            prepared = self._inputs.check_prompts(prompts, sampling_params).take_prompts()
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.texts.check_detokenizer("stream")
         self._check_adapters(prompt.params for prompt in prepared)
@@ -227,7 +227,7 @@ class LLM(
 
         def take() -> list[Prepared]:
             with self._door("open"):
-                return prompts.take(most_tokens)
+                return prompts.take_prompts(most_tokens)
 
         with closing(prompts), self._turn(alone=True), no_full_collection(), self._requests:
             self._check_adapters(prompts.params)  # another thread may have unloaded one

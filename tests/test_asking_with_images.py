@@ -267,7 +267,7 @@ def test_prompts_of_a_call_come_by_steps_and_what_is_left_is_cancelled() -> None
     settings = Settings(SamplingParams(), None)
     coming = [ComingRequest(Asked("prompt", "", None), settings, Future()) for _ in range(9)]
     with closing(CallPrompts(coming, lambda request: Prepared([5] * 10, None, *settings))) as prompts:
-        counts = [len(prompts.take(most_tokens=20)) for _ in range(2)]
+        counts = [len(prompts.take_prompts(most_tokens=20)) for _ in range(2)]
     assert counts == [2, 4]
     assert [request.seen.cancelled() for request in coming if request.seen] == [False] * 6 + [True] * 3
 

@@ -287,7 +287,7 @@ def test_a_word_is_looked_up_once_for_all_prompts(llm: LLM, monkeypatch: pytest.
     monkeypatch.setattr(llm._inputs.texts, "tokenize", lambda name, text, **how: encoded.append(text) or [5])
     params = SamplingParams(bad_words=["the"])
     for settings in (params, [params] * 50):
-        prepared = llm._inputs.check([[30]] * 50, settings).take()
+        prepared = llm._inputs.check_prompts([[30]] * 50, settings).take_prompts()
         assert encoded == ["the", " the"]
         assert len({id(prompt.params) for prompt in prepared}) == 1
         encoded.clear()

@@ -271,7 +271,7 @@ def test_every_way_in_gives_the_same_text() -> None:
     inputs = Inputs(Config(BUNDLED_MODEL, device="cpu"), tokenizer)
     messages = [user(TWO["of a table"]), call(ONE), user("Who?")]
     text = f"{IN_PARTS}<assistant>{ONE}<user>Who?|"
-    (chat,) = inputs.check_chats(messages, None, {}).take()
+    (chat,) = inputs.check_chats(messages, None, {}).take_prompts()
     assert (chat.text, chat.token_ids) == (text, tokenizer.encode(text, add_special_tokens=False))
     line = read_line(json.dumps({"id": 1, "messages": messages}).encode(), 1)
     for prompt in ({"messages": messages}, {"messages": np.array(messages)}, read_job(line, {}, 0).prompt):

@@ -90,10 +90,10 @@ def read(
         seq.token_ids.append(token_id)
         if detokenizer.update() is not None:
             break
-        taken.append(detokenizer.take())
+        taken.append(detokenizer.take_text())
     seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
     detokenizer.update()
-    return [*taken, detokenizer.take()], detokenizer
+    return [*taken, detokenizer.take_text()], detokenizer
 
 
 def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
@@ -114,11 +114,11 @@ class TestDetokenizer:
         detokenizer = Detokenizer(TOKENIZER, seq)
         seq.token_ids.extend(tokens)
         detokenizer.update()
-        assert detokenizer.take() == "soft "
+        assert detokenizer.take_text() == "soft "
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
         detokenizer.update()
         assert detokenizer.text == TOKENIZER.decode(tokens)
-        assert detokenizer.take() == detokenizer.text.removeprefix("soft ")
+        assert detokenizer.take_text() == detokenizer.text.removeprefix("soft ")
 
     @pytest.mark.parametrize("skipped", [True, False])
     def test_any_tokens_are_what_the_tokenizer_makes_of_them_all(self, skipped: bool) -> None:
@@ -132,10 +132,10 @@ class TestDetokenizer:
             for token in tokens:
                 seq.token_ids.append(token)
                 detokenizer.update()
-                text += detokenizer.take()
+                text += detokenizer.take_text()
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
             detokenizer.update()
-            assert text + detokenizer.take() == detokenizer.text
+            assert text + detokenizer.take_text() == detokenizer.text
             assert detokenizer.text == TOKENIZER.decode(tokens, skip_special_tokens=skipped)
 
     @pytest.mark.parametrize("name", TOKENIZERS)
@@ -636,7 +636,7 @@ class TestChat:
     def test_template_arguments_are_passed_on(self, llm: LLM) -> None:
         llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
         for kwargs, text in (({}, "But, soft!"), ({"loud": True}, "But, soft!!!!")):
-            (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs).take()
+            (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs).take_prompts()
             assert (chat.text, chat.token_ids) == (text, llm.tokenizer.encode(text))
 
     def test_a_prompt_may_be_a_chat(self, llm: LLM) -> None:

@@ -210,7 +210,7 @@ class Replica:
                 assert self._images is not None
                 self._images.adopt(task.prompt)
             grammar = self._settings.compile("sampling_params", task.params)
-            self._unbegun += self._tasks.add(task._replace(grammar=grammar))
+            self._unbegun += self._tasks.queue_one(task._replace(grammar=grammar))
 
     def abort(self, number: int) -> None:
         """End the tasks of a request."""

@@ -122,8 +122,8 @@ class SearchesBeams(LoadsAdapters):
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            loras = self._loras.check(self, lora_request, alone=True)
-            prepared = self._inputs.check(prompts, _sampling_params(params), loras.names).take()
+            loras = self._loras.check_requests(self, lora_request, alone=True)
+            prepared = self._inputs.check_prompts(prompts, _sampling_params(params), loras.names).take_prompts()
             for index, prompt in enumerate(prepared):
                 self._beams_of(index, prompt, rules, NONE)  # they must have room
             self._loras.load(self, loras, {prompt.params.adapter for prompt in prepared})

@@ -56,7 +56,7 @@ class Inputs:
         if self._images is not None:
             self._images.close()
 
-    def check(
+    def check_prompts(
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: GivenSettings,
@@ -64,7 +64,7 @@ class Inputs:
     ) -> CallPrompts:
         """Return the prompts of generate or stream. adapters: those of lora_request"""
         items = _listed(prompts)
-        settings = self._settings.check(len(items), sampling_params, adapters)
+        settings = self._settings.check_all(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
     def begin_texts(
@@ -194,7 +194,7 @@ class Inputs:
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        settings = self._settings.check(len(chats), sampling_params, adapters)
+        settings = self._settings.check_all(len(chats), sampling_params, adapters)
         asked = [self._read_chat(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
         return self._prepare(asked, settings)
 

@@ -102,7 +102,7 @@ class CallPrompts:
         """The settings of each."""
         return [one.params if isinstance(one, Prepared) else one.settings.params for one in self._prompts]
 
-    def take(self, most_tokens: int | None = None) -> list[Prepared]:
+    def take_prompts(self, most_tokens: int | None = None) -> list[Prepared]:
         """Return the next prompts, ready to run.
 
         most_tokens: of a step; None: return all. Unless all of the call are ready, the first ones fill one step, which

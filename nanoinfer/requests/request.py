@@ -41,7 +41,7 @@ class StreamedSample:
         }
         self._prompt_logprobs: CandidatesLog | None = None
 
-    def add(self, new: SampleResult) -> None:
+    def extend(self, new: SampleResult) -> None:
         """Take what is new."""
         self._newest, told = new, self._told
         told["text"] += new.text

@@ -103,7 +103,7 @@ class Requests:
             request = self._running[number]
             if request.samples:
                 sample = request.samples[result.number]
-                sample.add(result)
+                sample.extend(result)
                 self._changed.append(sample)
             else:
                 request.results[result.number] = result

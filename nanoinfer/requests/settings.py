@@ -48,15 +48,15 @@ class SettingsReader:
                 f"sampling_params={short(given, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
                 " generate and stream take lists"
             )
-        (settings,) = self.check(1, given)
+        (settings,) = self.check_all(1, given)
         return settings
 
-    def check(self, count: int, given: GivenSettings, adapters: AdapterNames = None) -> list[Settings]:
+    def check_all(self, count: int, given: GivenSettings, adapters: AdapterNames = None) -> list[Settings]:
         """Return the settings of so many prompts, which are given one for all or one each.
 
         adapters: those of lora_request
         """
-        settings = self._check_all(count, given)
+        settings = self._check_given(count, given)
         if adapters is None:
             return settings
         names = [adapters] * count if isinstance(adapters, str) else adapters
@@ -64,7 +64,7 @@ class SettingsReader:
             raise ValueError(f"lora_request has {len(names)} entries for {count} prompts: give one, or one each")
         return list(map(_adapted, settings, names))
 
-    def _check_all(self, count: int, given: GivenSettings) -> list[Settings]:
+    def _check_given(self, count: int, given: GivenSettings) -> list[Settings]:
         check_generates(self._config)
         if given is None:
             given = SamplingParams()

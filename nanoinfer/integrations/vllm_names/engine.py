@@ -90,7 +90,7 @@ class AsyncLLMEngine:
         if lora_request is not None:
             params = params.clone()
             params.adapter = lora_request.lora_name
-        loras, coming = llm._loras.check(llm, lora_request), llm.prepare(prompt, params)
+        loras, coming = llm._loras.check_requests(llm, lora_request), llm.prepare(prompt, params)
         if loras.wanted:
             llm._inputs.finish(coming)  # no adapter goes for a prompt that cannot work
             llm._loras.load(llm, loras)

@@ -30,7 +30,7 @@ class Room:
         """Whether another text may come."""
         return self._texts < self._most_texts and self._tokens < self._most_tokens
 
-    def take(self, prompt: Prepared, sign: int = 1) -> None:
+    def count(self, prompt: Prepared, sign: int = 1) -> None:
         """Count a text that comes. sign: -1 for one that goes"""
         self._texts += sign
         self._tokens += sign * len(prompt.token_ids)
@@ -68,7 +68,7 @@ def read_all(
                 if (prompt := take()) is None:
                     has_more = False
                     break
-                room.take(prompt)
+                room.count(prompt)
                 added.append(requests.add(prompt))
                 num_added += 1
             results = requests.step() if requests.num_running else []
@@ -85,5 +85,5 @@ def read_all(
 def _ended(added: deque[Request], room: Room) -> Iterator[Request]:
     """Take away the requests that have ended, up to the first that has not."""
     while added and not added[0].num_running:
-        room.take(added[0].prompt, sign=-1)
+        room.count(added[0].prompt, sign=-1)
         yield added.popleft()

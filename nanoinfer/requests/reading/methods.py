@@ -255,7 +255,7 @@ class ReadsTexts(LoadsAdapters):
                 check_none("adapter", adapter, "lora_request names adapters")
             elif (adapter := check_adapter("adapter", adapter)) is not None:
                 self.engine.adapters.check_is_loaded(adapter)
-            loras = self._loras.check(self, lora_request, alone=not isinstance(prompts, Iterator))
+            loras = self._loras.check_requests(self, lora_request, alone=not isinstance(prompts, Iterator))
             texts = texts_of(prompts, reading, self._inputs, loras.names or adapter)
             self._load_loras(loras, texts)
         if isinstance(prompts, Iterator):
@@ -281,12 +281,12 @@ class ReadsTexts(LoadsAdapters):
     ) -> Generator[SomeOutput, None, None]:
         def take() -> Prepared | None:
             with self._door("open"):
-                prompt = texts.take()
+                prompt = texts.next_text()
                 if prompt is not None:
                     self._check_adapters([prompt.params])
                 return prompt
 
         with closing(texts), self._turn(alone=True), self._requests:
-            how = take, texts.count, use_tqdm, self.engine.check_open
-            for request in read_all(self._requests, Room(self.config), *how):
+            room, check_open = Room(self.config), self.engine.check_open
+            for request in read_all(self._requests, room, take, texts.count, use_tqdm, check_open):
                 yield reading.output(request)

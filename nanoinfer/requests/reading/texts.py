@@ -59,7 +59,7 @@ class SomeTexts(ABC):
     count: int | None
 
     @abstractmethod
-    def take(self) -> Prepared | None:
+    def next_text(self) -> Prepared | None:
         """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class ListedTexts(SomeTexts):
         self._coming, self._finish, self._trim = deque(coming), finish, trim
         self._ready: deque[Prepared] = deque()
 
-    def take(self) -> Prepared | None:
+    def next_text(self) -> Prepared | None:
         """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
         for _ in range(min(CHECKED_IN_A_TURN, len(self._coming))):
             self._ready.append(self._trim(self._finish(self._coming.popleft())))
@@ -110,7 +110,7 @@ class ComingTexts(SomeTexts):
         self._most_ahead = IMAGES_AHEAD if inputs.config.sees else 1
         self._ahead: deque[ComingRequest] = deque()
 
-    def take(self) -> Prepared | None:
+    def next_text(self) -> Prepared | None:
         """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
         while len(self._ahead) < self._most_ahead and (coming := next(self._coming, None)) is not None:
             self._ahead.append(coming)

@@ -95,7 +95,7 @@ class Sample:
 
     def _text(self) -> str:
         if self._detokenizer is not None:
-            return self._detokenizer.take() if self.streams else self._detokenizer.text
+            return self._detokenizer.take_text() if self.streams else self._detokenizer.text
         if self._tokenizer is None:
             return ""
         try:

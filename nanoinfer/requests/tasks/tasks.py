@@ -44,11 +44,11 @@ class Tasks:
     def queue(self, tasks: list[Task], longest_first: bool) -> None:
         """Queue tasks; longest_first: those begin sooner that may get more tokens, if some must wait for others."""
         for task in tasks:
-            self.add(task)
+            self.queue_one(task)
         if longest_first:
             self._engine.scheduler.put_longest_first()
 
-    def add(self, task: Task) -> list[Sequence]:
+    def queue_one(self, task: Task) -> list[Sequence]:
         """Queue a task; returns the sequences of its samples."""
         seqs = self._engine.add_request(task.prompt, task.params, task.grammar, task.seed, task.samples)
         samples = self._by_request[task.number]

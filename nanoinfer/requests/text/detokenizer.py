@@ -121,7 +121,7 @@ class Detokenizer:
             self._num_safe = self._length
         return self._stop_string
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         """Return the text that is sure to stay and was not taken before."""
         text = self._read(self._num_taken)[: self._num_safe - self._num_taken]
         self._num_taken = self._num_safe

@@ -130,7 +130,7 @@ class LoRARequests:
     def __init__(self) -> None:
         self._brought: dict[str, Brought] = {}  # by name, the least recently used one first
 
-    def check(self, llm: Adaptable, given: GivenLora, alone: bool = False) -> CallLoras:
+    def check_requests(self, llm: Adaptable, given: GivenLora, alone: bool = False) -> CallLoras:
         """Check what a call asks for. Raises ValueError for what cannot be; no adapter comes or goes.
 
         alone: raise RuntimeError while requests of add_request have not ended

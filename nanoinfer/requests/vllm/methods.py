@@ -114,7 +114,7 @@ class EngineNames:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, and not when a request first names it; returns True. Raises as load_adapter does."""
-        self._loras.load(self._llm, self._loras.check(self._llm, lora_request))
+        self._loras.load(self._llm, self._loras.check_requests(self._llm, lora_request))
         return lora_request is not None
 
     def remove_lora(self, lora_id: int) -> bool:
