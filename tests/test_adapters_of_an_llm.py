@@ -705,7 +705,7 @@ class Fuzz:
         self.num_changes += name in self.loaded
         self.loaded[name] = version
         for request in self.llm._requests.of_adapter(name):
-            (sample,) = request.samples
+            (sample,) = self.llm._requests._tasks._by_request[request.id]
             self.asked[request.id][1].append((len(sample.seq.output_token_ids), version))
 
     def unload(self) -> None:
