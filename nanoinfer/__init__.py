@@ -17,6 +17,7 @@ with no_collection():
     from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
     from nanoinfer.requests.vllm.lora import LoRARequest
     from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.serving.async_llm import AsyncLLM
     from nanoinfer.trainer.reference import reference
 
 __version__ = own_version()
@@ -24,6 +25,7 @@ __version__ = own_version()
 __all__ = [
     "BUNDLED_MODEL",
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",

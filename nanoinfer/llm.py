@@ -173,8 +173,7 @@ class LLM(
         """
         with self._door("ready"):
             prepared = self._inputs.check_prompts(prompts, sampling_params).take_prompts()
-            if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
-                self._inputs.texts.check_detokenizer("stream")
+            self._inputs.texts.check_streams("stream", [prompt.params for prompt in prepared])
         self._check_adapters(prompt.params for prompt in prepared)
         return Stream(self._stream(prepared))
 

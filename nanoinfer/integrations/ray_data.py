@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
-from operator import attrgetter
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +20,10 @@ from nanoinfer.batch.lines import MEDIA, PROMPTS, TEMPLATE, complete, take_promp
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
-from nanoinfer.replicas.tasks import UNBEGUN
 from nanoinfer.requests.inputs import Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
-from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serving.llm_thread import LLMThread, Prepare, Told
 
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one
 SETTINGS = {field.name for field in fields(SamplingParams)}
@@ -170,8 +166,7 @@ class Generator:
         """Return a row's new columns, without those that are null."""
         try:
             prompt, params = self._read(row)
-            most_tokens = math.inf if params.max_tokens is None else params.max_tokens
-            asked = self._engine.submit(lambda llm: llm.prepare(prompt, params), most_tokens)
+            asked = self._engine.submit(lambda llm: llm.prepare(prompt, params), params.max_tokens)
             output = await asyncio.wrap_future(asked)
             return _columns(output)
         except ValueError as error:
@@ -194,87 +189,34 @@ class Generator:
             self._engine.close()
 
 
-class _Asked(NamedTuple):
-    prepare: Callable[[LLM], ComingRequest]
-    most_tokens: float
-    future: Future[Any]
-
-
-class _Waiting(NamedTuple):
-    coming: ComingRequest
-    most_tokens: float
-    future: Future[Any]
-
-
 class Engine:
     """An LLM on a thread of its own, which takes requests from any thread while others run."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()  # None: the end
-        self._running: dict[int, Future[Any]] = {}
-        self._thread = Thread(target=self._run, name="nanoinfer", daemon=True)
-        self._thread.start()
+        self._thread = LLMThread(lambda: llm, _settle)
 
-    def submit(self, prepare: Callable[[LLM], ComingRequest], most_tokens: float) -> Future[Any]:
+    def submit(self, prepare: Prepare, max_tokens: int | None) -> Future[Any]:
         """Queue a request. The future raises ValueError if it cannot run, and what the LLM raises while it runs.
 
-        prepare: makes the request; most_tokens: that it may get
+        prepare: makes the request; max_tokens: of its settings
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # who waits for it may go away, but cannot cancel it
-        self._asked.put(_Asked(prepare, most_tokens, future))
+        self._thread.submit(future, prepare, max_tokens)
         return future
 
     def close(self) -> None:
         """End the thread, and close the LLM."""
-        self._asked.put(None)
-        self._thread.join()
-        self.llm.close()
+        self._thread.close()
 
-    def _run(self) -> None:
-        most = math.ceil((1 + UNBEGUN) * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size)
-        waiting: list[_Waiting] = []  # those that may get more tokens first, as in generate
-        while True:
-            while not self._asked.empty() or not (self._running or waiting):
-                asked = self._asked.get()
-                if asked is None:
-                    return
-                waiting += self._prepare(*asked)
-            waiting.sort(key=attrgetter("most_tokens"), reverse=True)
-            while len(self._running) < most and (place := self._choose(waiting)) is not None:
-                self._add(waiting.pop(place))
-            self._step()
 
-    def _prepare(
-        self, prepare: Callable[[LLM], ComingRequest], most_tokens: float, future: Future[Any]
-    ) -> list[_Waiting]:
-        """Return the request that waits now, or none if it cannot run."""
-        try:
-            coming = prepare(self.llm)
-        except Exception as error:
-            future.set_exception(error)
-            return []
-        return [_Waiting(coming, most_tokens, future)]
-
-    def _choose(self, waiting: list[_Waiting]) -> int | None:
-        """Return the place of the first whose images are prepared; if nothing runs, that of the first."""
-        return next((i for i, each in enumerate(waiting) if each.coming.is_ready or not self._running), None)
-
-    def _add(self, chosen: _Waiting) -> None:
-        try:
-            self._running[self.llm.add_request(chosen.coming)] = chosen.future
-        except Exception as error:
-            chosen.future.set_exception(error)
-
-    def _step(self) -> None:
-        try:
-            for output in self.llm.step():
-                self._running.pop(output.request_id).set_result(output)
-        except Exception as error:  # the LLM has dropped every request
-            for future in self._running.values():
-                future.set_exception(error)
-            self._running.clear()
+def _settle(told: Told) -> None:
+    for future, answer in told:
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 def _shared(sampling_params: SamplingParams | Mapping[str, Any] | None) -> dict[str, Any]:

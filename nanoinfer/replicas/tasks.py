@@ -1,4 +1,4 @@
-"""SharedTasks: the tasks of several replicas, of which the LLM's process holds those that no replica has begun."""
+"""SharedTasks: the tasks of several replicas, which the LLM's process keeps and hands out."""
 
 from __future__ import annotations
 

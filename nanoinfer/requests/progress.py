@@ -151,5 +151,10 @@ def stream_all(
             new = sample.take_new(indices[sample])
             if new["finish_reason"] is not None:
                 del indices[sample]
-            if new["text"] or new["token_ids"] or new["finish_reason"]:
+            if is_news(new):
                 yield new
+
+
+def is_news(new: StreamOutput) -> bool:
+    """Whether it tells anything: a sample may hold back the text of its newest token."""
+    return bool(new["text"] or new["token_ids"] or new["finish_reason"])

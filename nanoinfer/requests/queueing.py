@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoinfer.checks import check_flag
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.progress import is_news
 from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -31,26 +33,39 @@ class QueuesRequests(LoadsAdapters):
             return self._inputs.begin(prompt, sampling_params)
 
     @hints_for("add_request")
-    def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt for `step`; returns the request_id that its output will have.
+    def add_request(
+        self,
+        prompt: Prompt | ComingRequest,
+        sampling_params: SamplingParams | None = None,
+        streams: bool = False,
+    ) -> int:
+        """Queue a prompt for `step`; returns the request_id that its outputs will have.
 
         prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` or
             `prepare_to_embed` has returned
         sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
+        streams: `step` returns what its samples have new, as LLM.stream does, instead of one output at its end
 
         Raises ValueError as generate does.
         """
         with self._door("ready"):
+            streams = check_flag("streams", streams)
             prepared = self._inputs.check_one(prompt, sampling_params)
+            if streams and prepared.output_of is not None:
+                raise ValueError("streams=True: must be False for a request of prepare_to_embed, which gets no tokens")
+            if streams:
+                self._inputs.texts.check_streams("streams=True", [prepared.params])
         with self._turn():
             self._check_adapters([prepared.params])
             with self._requests:
-                return self._requests.add(prepared).id
+                return self._requests.add(prepared, streams).id
 
     def step(self) -> list[Any]:
         """Run one step of all queued requests; returns the outputs of the requests that ended with it.
 
-        Each is a RequestOutput, or an EmbeddingOutput if prepare_to_embed has made the request.
+        Each is a RequestOutput, or an EmbeddingOutput if prepare_to_embed has made the request. Of a request that
+        streams there are StreamOutputs instead, one for each sample that has something new, with 0 as its index. The
+        last one of a sample has a finish_reason.
 
         If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
         """
@@ -58,7 +73,9 @@ class QueuesRequests(LoadsAdapters):
         with self._turn(), self._requests:
             if not self._requests.finished:  # abort may have ended some
                 self._requests.step()
-            return [_output_of(request) for request in self._requests.take_finished()]
+            new = [sample.take_new(0) for sample in dict.fromkeys(self._requests.take_changed())]
+            ended = [request for request in self._requests.take_finished() if not request.samples]
+            return [*filter(is_news, new), *map(_output_of, ended)]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has outputs to give."""

@@ -85,7 +85,7 @@ class TokenWindow:
 class Detokenizer:
     """The text of one sequence, token by token. A token's cost does not grow with the text.
 
-    The whole text equals what all tokens at once add to a text before, up to the stop string. `take` holds back
+    The whole text equals what all tokens at once add to a text before, up to the stop string. `take_text` holds back
     characters that may become a stop string, until it is clear that they do not.
     """
 

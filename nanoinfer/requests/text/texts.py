@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,3 +57,8 @@ class TextTokenizer:
         """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
         if not self.known_tokenizer(name).is_fast:
             raise ValueError(f"{name} needs a tokenizer.json, which {self.folder!r} does not have")
+
+    def check_streams(self, name: str, settings: Iterable[SamplingParams]) -> None:
+        """Raise ValueError if requests want text, and the tokenizer cannot make it token by token."""
+        if self.tokenizer is not None and any(params.detokenize for params in settings):
+            self.check_detokenizer(name)
