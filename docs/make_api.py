@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import nanoinfer
 from nanoinfer import (
     LLM,
+    AsyncLLM,
     BeamSearchOutput,
     BeamSearchParams,
     BeamSequence,
@@ -66,10 +67,10 @@ HEAD = """\
 
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
-Import `LLM`, `SamplingParams`, `BeamSearchParams`, `LoRARequest`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the
-types of the outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write
-`output["text"]` or `output.text`. You need not import `MemoryPlan`, the type of `llm.memory`, and `LoadedAdapter`, that
-of the values of `llm.adapters`. In the headings, `llm` is an `LLM`.
+Import `LLM`, `AsyncLLM`, `SamplingParams`, `BeamSearchParams`, `LoRARequest`, `reference`, `WorkerError`,
+`BUNDLED_MODEL` and the types of the outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes
+too: write `output["text"]` or `output.text`. You need not import `MemoryPlan`, the type of `llm.memory`, and
+`LoadedAdapter`, that of the values of `llm.adapters`. In the headings, `llm` is an `LLM`.
 """
 
 VERSION = """\
@@ -97,9 +98,11 @@ def render() -> str:
         [
             HEAD,
             *_section("LLM(model, **options)", LLM, _typed(_parameters(LLM.__init__))),
-            *[line for name, method in _public_methods(LLM) for line in _method(name, method)],
+            *[line for name, method in _public_methods(LLM) for line in _method(f"llm.{name}", method)],
             OPTIONS_HEAD,
             *_options(),
+            *_section("AsyncLLM(model, **options)", AsyncLLM, _typed(_parameters(AsyncLLM.__init__))),
+            *[line for name, method in _public_methods(AsyncLLM) for line in _method(f"AsyncLLM.{name}", method)],
             *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
             *_section("BeamSearchParams", BeamSearchParams, _fields(BeamSearchParams)),
             *_section("LoRARequest", LoRARequest, _fields(LoRARequest)),
@@ -146,7 +149,7 @@ def _options() -> list[str]:
 
 def _method(name: str, method: Callable[..., Any]) -> list[str]:
     parameters = _parameters(method)
-    return [f"### {_title(f'llm.{name}', method, parameters)}\n", *document(method, _typed(parameters))]
+    return [f"### {_title(name, method, parameters)}\n", *document(method, _typed(parameters))]
 
 
 def _function(name: str, function: Callable[..., Any]) -> list[str]:

@@ -1,10 +1,7 @@
 """Serve a model at http://127.0.0.1:8000/v1, where OpenAI's clients find completions and chats.
 
-pip install starlette uvicorn
-python examples/openai_server.py --model Qwen/Qwen3-0.6B
+pip install starlette uvicorn && python examples/openai_server.py --model Qwen/Qwen3-0.6B
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -26,86 +23,78 @@ SETTINGS = ("n", "temperature", "top_p", "max_tokens", "seed", "stop", "presence
 IGNORED = ("user", "store", "metadata", "stream_options")  # they change no token
 
 
-def read(body: dict[str, Any], is_chat: bool) -> tuple[Any, SamplingParams, bool]:
-    """Return what a request asks for: a prompt, its settings, and whether to stream. Raises ValueError for the rest."""
+def read(body: dict[str, Any], is_chat: bool) -> tuple[Any, SamplingParams]:
+    """Return the prompt of a request and its settings. Raises ValueError for what this server does not know."""
     rest = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    key = "messages" if is_chat else "prompt"
-    prompt, streams = rest.pop(key, None), rest.pop("stream", False)
     settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if is_chat else 16}  # OpenAI's defaults
-    if "max_completion_tokens" in rest:
-        settings["max_tokens"] = rest.pop("max_completion_tokens")
+    settings["max_tokens"] = rest.pop("max_completion_tokens", settings["max_tokens"])
     settings |= {name: rest.pop(name) for name in SETTINGS if name in rest}
-    if (form := rest.pop("response_format", {"type": "text"}))["type"] == "json_schema":
+    form = rest.pop("response_format", {"type": "text"})
+    if form["type"] == "json_schema":
         settings["structured_outputs"] = {"json": form["json_schema"]["schema"]}
     elif form["type"] != "text":
         raise ValueError(f"response_format={form}: must be of type text or json_schema")
-    if rest or prompt is None:
-        raise ValueError(f"{key}: must be there" if prompt is None else f"{', '.join(rest)}: this server knows no such")
-    return {"messages": prompt} if is_chat else prompt, SamplingParams(**settings), streams
+    prompt = {"messages": rest.pop("messages")} if is_chat else rest.pop("prompt")
+    if rest:
+        raise ValueError(f"{', '.join(rest)}: unknown to this server, must be left out")
+    return prompt, SamplingParams(**settings)
 
 
-class Server:
-    """Answers requests by an AsyncLLM. name: the model's, as clients call it"""
-
-    def __init__(self, name: str, llm: AsyncLLM) -> None:
-        self.name, self.llm = name, llm
-
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "created": 0}]})
-
-    async def answer(self, request: Request) -> Response:
-        is_chat, body = request.url.path.endswith("chat/completions"), await request.json()
-        try:
-            if (model := body.pop("model", self.name)) != self.name:
-                raise ValueError(f"model={model!r}: this server has {self.name!r}")
-            prompt, params, streams = read(body, is_chat)
-            if streams:
-                pieces = self.llm.stream(prompt, params)
-                first = await anext(pieces)  # a bad prompt raises its error before the answer begins
-                return StreamingResponse(self.events(first, pieces, is_chat), media_type="text/event-stream")
-            output = await self.llm.generate(prompt, params)
-        except (ValueError, TypeError, KeyError) as error:
-            told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-            return JSONResponse({"error": told}, status_code=400)
-        samples = [{"text": one.text, "finish_reason": one.finish_reason, "index": one.index} for one in output.samples]
-        if is_chat:
-            samples = [{**one, "message": {"role": "assistant", "content": one.pop("text")}} for one in samples]
-        asked, given = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.samples)
-        usage = {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
-        return JSONResponse({**self.head(is_chat, ""), "choices": samples, "usage": usage})
-
-    def head(self, is_chat: bool, chunk: str) -> dict[str, Any]:
-        kind = f"chat.completion{chunk}" if is_chat else "text_completion"
-        return {"id": f"cmpl-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
-
-    async def events(self, first: Any, pieces: Any, is_chat: bool) -> AsyncIterator[str]:
-        head, new = self.head(is_chat, ".chunk"), first
-        while new is not None:
-            text = {"delta": {"role": "assistant", "content": new.text}} if is_chat else {"text": new.text}
-            choice = {"index": new.sample, "finish_reason": new.finish_reason, "logprobs": None, **text}
-            yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-            new = await anext(pieces, None)
-        yield "data: [DONE]\n\n"
+async def answer(request: Request) -> Response:
+    """Answer a request, by a stream if it asks for one."""
+    llm, name, is_chat = request.app.state.llm, request.app.state.name, "chat" in request.url.path
+    try:
+        body = await request.json()
+        if (model := body.pop("model", name)) != name:
+            raise ValueError(f"model={model!r}: this server has {name!r}")
+        streams, (prompt, params) = body.pop("stream", False), read(body, is_chat)
+        if streams:
+            pieces = llm.stream(prompt, params)
+            first = await anext(pieces)  # a bad prompt raises its error before the answer begins
+            return StreamingResponse(events(name, first, pieces, is_chat), media_type="text/event-stream")
+        output = await llm.generate(prompt, params)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, status_code=400)
+    choices = [choice(one.index, one, "message" if is_chat else None) for one in output.samples]
+    asked, given = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.samples)
+    usage = {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+    return JSONResponse({**head(name, is_chat), "choices": choices, "usage": usage})
 
 
-def main() -> None:
-    """Serve until Ctrl-C."""
+async def events(name: str, new: Any, pieces: Any, is_chat: bool) -> AsyncIterator[str]:
+    """Yield the lines of a stream."""
+    first = head(name, is_chat, ".chunk")
+    while new is not None:
+        yield f"data: {json.dumps({**first, 'choices': [choice(new.sample, new, 'delta' if is_chat else None)]})}\n\n"
+        new = await anext(pieces, None)
+    yield "data: [DONE]\n\n"
+
+
+def head(name: str, is_chat: bool, chunk: str = "") -> dict[str, Any]:
+    """Return what every answer begins with."""
+    kind = f"chat.completion{chunk}" if is_chat else "text_completion"
+    return {"id": f"cmpl-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
+
+
+def choice(index: int, new: Any, key: str | None) -> dict[str, Any]:
+    """Return a sample, or what is new of it. key: of a chat's message"""
+    text = {"text": new.text} if key is None else {key: {"role": "assistant", "content": new.text}}
+    return {"index": index, "finish_reason": new.finish_reason, "logprobs": None, **text}
+
+
+@asynccontextmanager
+async def start(app: Starlette) -> AsyncIterator[None]:
+    """Have the model while the server runs."""
+    async with AsyncLLM(app.state.name) as app.state.llm:
+        yield
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled", help="folder or Hub id (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
-
-    @asynccontextmanager
-    async def start(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncLLM(args.model) as llm:
-            server = Server(args.model, llm)
-            app.router.routes += [Route("/v1/models", server.models)]
-            paths = ("/v1/completions", "/v1/chat/completions")
-            app.router.routes += [Route(path, server.answer, methods=["POST"]) for path in paths]
-            yield
-
-    uvicorn.run(Starlette(lifespan=start), host="127.0.0.1", port=args.port)
-
-
-if __name__ == "__main__":
-    main()
+    routes = [Route(f"/v1/{path}", answer, methods=["POST"]) for path in ("completions", "chat/completions")]
+    app = Starlette(routes=routes, lifespan=start)
+    app.state.name = args.model
+    uvicorn.run(app, host="127.0.0.1", port=args.port)

@@ -21,7 +21,8 @@ Answers = asyncio.Queue[Any]  # outputs of a request, or an error
 class AsyncLLM:
     """A Hugging Face language model for the tasks of an event loop: `async with AsyncLLM(model) as llm`.
 
-    model, options: as for LLM
+    model: a folder, a Hub id or "bundled", as for LLM
+    options: see Options of LLM
 
     Requests of all tasks run together. A task that is cancelled, or that leaves a stream, aborts its request alone. The
     end of `async with` ends all requests with a RuntimeError, and gives memory and processes back.
@@ -77,7 +78,8 @@ class AsyncLLM:
 
         A sample's last StreamOutput has a finish_reason. Who leaves the loop aborts the request.
 
-        prompt, sampling_params: as for generate
+        prompt: as for generate
+        sampling_params: the request's settings; None: SamplingParams()
 
         Raises ValueError as LLM.generate does.
         """
