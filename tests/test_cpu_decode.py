@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from test_kernels import assert_close, attend_densely, forget, paged, randn
@@ -30,10 +32,14 @@ def test_equals_dense_attention(
     how = Scoring(HEAD_DIM**-0.5, window, softcap)
     expected = attend_densely(q, *pages, [1] * len(lens), context_lens, how)
     k_cache, v_cache, tables = forget(*pages, [0 if window is None else max(0, n - window) for n in context_lens])
-    for spare_keys in (0, 64, 10_000):
+    num_copied = 0
+    for spare_keys, copied_numbers in product((0, 64, 10_000), (0, 1 << 16, 1 << 30)):
         monkeypatch.setattr(cpu_decode, "SPARE_KEYS", spare_keys)
+        monkeypatch.setattr(cpu_decode, "COPIED_NUMBERS", copied_numbers)
         plan = plan_runs(tables, lens, BLOCK_SIZE, window)
         assert_close(paged_decode_cpu(q, k_cache, v_cache, plan, how.scale, softcap), expected)
+        num_copied += sum(run.copied is not None for run in plan.runs)
+    assert num_copied > 0
 
 
 def test_rows_that_see_other_keys_of_a_block_that_they_share() -> None:
@@ -72,6 +78,18 @@ def test_neighbours_that_are_shared_by_as_many_rows_are_one_call() -> None:
     tables = torch.tensor([[3], [4], [3], [4], [5]], dtype=torch.int32)
     plan = plan_runs(tables, torch.full((5,), 9, dtype=torch.int32), BLOCK_SIZE, None)
     assert [(run.first, run.rows.tolist()) for run in plan.runs] == [(3, [[0, 2], [1, 3]]), (5, [[4]])]
+
+
+def test_blocks_that_lie_apart_are_copied_for_one_call_if_they_hold_little() -> None:
+    tables = torch.tensor([[9], [1], [5], [3], [7]], dtype=torch.int32)
+    lens = torch.tensor([20, 22, 20, 21, 9], dtype=torch.int32)
+    few, many = (plan_runs(tables, lens, BLOCK_SIZE, None, key_numbers=n) for n in (64, cpu_decode.COPIED_NUMBERS))
+    assert [run.rows.flatten().tolist() for run in few.runs] == [[4, 2, 0, 3, 1]]
+    assert few.runs[0].copied is not None
+    assert few.runs[0].copied.tolist() == [7, 5, 9, 3, 1]
+    assert few.runs[0].mask is not None
+    assert few.runs[0].mask.sum(-1).flatten().tolist() == [9, 20, 20, 21, 22]
+    assert [(run.first, run.copied) for run in many.runs] == [(1, None), (3, None), (5, None), (7, None), (9, None)]
 
 
 def test_lengths_that_are_far_apart_are_calls_of_their_own() -> None:

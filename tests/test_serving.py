@@ -125,6 +125,10 @@ async def is_empty(llm: AsyncLLM) -> bool:
     return False
 
 
+def raise_at_once(llm: LLM) -> None:
+    raise GeneratorExit
+
+
 class TestTasks:
     @pytest.mark.parametrize("streams", [False, True])
     def test_all_run_together(self, streams: bool, expected: list[list[int]]) -> None:
@@ -172,6 +176,8 @@ class TestTasks:
                 assert await llm.call(lambda llm: llm.load_weights(BUNDLED_MODEL)) == 1
                 with pytest.raises(ValueError, match="level=3"):
                     await llm.call(lambda llm: llm.sleep(3))
+                with pytest.raises(GeneratorExit):
+                    await llm.call(raise_at_once)
                 assert len((await running).samples[0].token_ids) == 60
 
         run(main())

@@ -24,7 +24,8 @@ class TorchBackend:
         for own, group in zip(context.groups, self.layout.groups, strict=False):  # further ones are a draft model's
             are_neighbours = self.layout.pages_of_a_slice(group) == 1
             lens = context.context_lens
-            own.plan = plan_runs(own.block_tables, lens, group.block_size, group.window, are_neighbours)
+            sizes = group.block_size, group.window, are_neighbours, group.pages.numbers
+            own.plan = plan_runs(own.block_tables, lens, *sizes)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring

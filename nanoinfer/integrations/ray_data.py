@@ -213,7 +213,7 @@ class Engine:
 
 def _settle(told: Told) -> None:
     for future, answer in told:
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             future.set_exception(answer)
         else:
             future.set_result(answer)

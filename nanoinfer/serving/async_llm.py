@@ -124,6 +124,6 @@ def _hand_out(told: Told) -> None:
 async def _next(answers: Answers) -> Any:
     """Return the next answer, or raise it if it is an error."""
     answer = await answers.get()
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         raise answer
     return answer

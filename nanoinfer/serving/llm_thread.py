@@ -50,7 +50,7 @@ class LLMThread:
         """make: makes the LLM; if it raises an error, each request gets it. tell: called on the thread"""
         self._make, self._tell = make, tell
         self._llm: LLM | None = None
-        self._failure: Exception = RuntimeError(CLOSED)  # why there is no LLM
+        self._failure: BaseException = RuntimeError(CLOSED)  # why there is no LLM
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._told: Told = []  # what `tell` will be called with
         self._waiting: list[Waiting] = []  # those that may get more tokens first, as in generate
@@ -92,7 +92,7 @@ class LLMThread:
                 if self._llm is None:
                     raise copy(self._failure)
                 do(self._llm)
-            except Exception as error:
+            except BaseException as error:  # else the thread would end, and leave all others waiting
                 self._told.append((key, error))
 
         with self._lock:
@@ -103,7 +103,7 @@ class LLMThread:
     def _run(self) -> None:
         try:
             self._llm = self._make()
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
         while self._do_asked():
             self._start_waiting()
@@ -140,7 +140,7 @@ class LLMThread:
                 number = self._llm.add_request(coming, streams=streams)
                 self._running[number] = Running(key, coming.settings.params.n if streams else 1)
                 self._numbers[key] = number
-            except Exception as error:
+            except BaseException as error:
                 self._told.append((key, error))
 
     def _choose(self) -> int | None:
@@ -153,7 +153,7 @@ class LLMThread:
         assert self._llm is not None
         try:
             outputs = self._llm.step()
-        except Exception as error:  # the LLM has dropped every request that runs
+        except BaseException as error:  # the LLM has dropped every request that runs
             self._end_running(error)
             return
         for output in outputs:
@@ -175,12 +175,12 @@ class LLMThread:
                 del self._waiting[place]
                 return
 
-    def _end_running(self, error: Exception) -> None:
+    def _end_running(self, error: BaseException) -> None:
         self._told += [(running.key, copy(error)) for running in self._running.values()]
         self._running.clear()
         self._numbers.clear()
 
-    def _end_all(self, error: Exception) -> None:
+    def _end_all(self, error: BaseException) -> None:
         self._end_running(error)
         for one in self._waiting:
             one.coming.cancel()

@@ -1,13 +1,14 @@
-"""Attention of one new token a sequence on the CPU: few calls, and no key is copied.
+"""Attention of one new token a sequence on the CPU: few calls, and few keys are copied.
 
 A row's context lies in blocks of the cache. Its query attends to each block by itself, and the log-sum-exps of the
 scores weigh the row's results against each other (as in Flash-Decoding: Dao et al., 2023). So neighbouring blocks of
-the cache, of whatever rows, are one tensor, and one call attends to all of them.
+the cache, of whatever rows, are one tensor, and one call attends to all of them. Blocks that lie apart and hold little
+are copied side by side for one call: where blocks come and go, those of running rows have few neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,29 +17,37 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.scores import scores_of, softmax_with_sinks
+from nanoinfer.kernels.fp8 import as_bytes
 
 SPARE_KEYS = 64  # one more call costs as much as so many masked keys: a block joins a run if it adds no more
+COPIED_NUMBERS = 1 << 16  # or as much as to copy so many numbers of keys, and as many of values
 
 Span = tuple[int, int, int]  # a row, and where the keys of a block that it sees begin and end
+Blocks = list[tuple[int, list[Span]]]  # of a run, each with its spans
 
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring blocks of the cache; the same number of rows reads each of them.
+    """Neighbouring blocks of the cache, or blocks that are copied; the same number of rows reads each of them.
 
+    copied: [blocks] int64; None: the blocks from `first` on
     rows: [blocks, readers] int64, the rows that read each block
     mask: [blocks, readers, keys] bool, True where a row sees a key; None: everywhere
     """
 
     first: int  # block
+    copied: Tensor | None
     begin: int  # of the keys in each block that are read
     end: int
     rows: Tensor
     mask: Tensor | None
 
     def of(self, cache: Tensor) -> Tensor:
-        """View the run's keys or values as [blocks, kv_heads, keys, head_dim]; cache: see paged_decode_cpu."""
-        return cache[self.first : self.first + len(self.rows), self.begin : self.end].transpose(1, 2)
+        """Return the run's keys or values as [blocks, kv_heads, keys, head_dim]; cache: see paged_decode_cpu."""
+        keys = cache[:, self.begin : self.end].transpose(1, 2)
+        if self.copied is None:
+            return keys[self.first : self.first + len(self.rows)]
+        return as_bytes(keys).index_select(0, self.copied).view(cache.dtype)
 
 
 @dataclass(slots=True)
@@ -64,20 +73,30 @@ class RunPlan:
 
 
 def plan_runs(
-    block_tables: Tensor, context_lens: Tensor, block_size: int, window: int | None, are_neighbours: bool = True
+    block_tables: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    window: int | None,
+    are_neighbours: bool = True,
+    key_numbers: int = COPIED_NUMBERS,
 ) -> RunPlan:
     """Sort the blocks that a decode step reads by their place in the cache, and cut them into runs.
 
     block_tables: [rows, max blocks] int32; context_lens: [rows] int32, at least 1
     window: how many tokens a query sees, the last of its context; None: all
     are_neighbours: no other layer's keys are between block b and block b + 1; else each run has one block
+    key_numbers: in the keys of a token
     """
     spans = _spans(block_tables, context_lens.tolist(), block_size, window)
-    runs: list[Run] = []
-    rows: list[int] = []
-    for first, group in _cut(spans) if are_neighbours else _alone(spans):
-        runs.append(_run(first, group))
-        rows += [row for row, _, _ in chain.from_iterable(group)]
+    whole, small = list[Blocks](), list[Blocks]()
+    for blocks in _cut(sorted(spans.items()), lambda last, block: are_neighbours and block == last + 1):
+        num_keys = sum(end - begin for _, readers in blocks for _, begin, end in readers[:1])
+        (small if num_keys * key_numbers <= COPIED_NUMBERS else whole).append(blocks)
+    if len(small) > 1:
+        by_length = sorted(chain.from_iterable(small), key=lambda block: (len(block[1]), block[1][0][1:]))
+        small = list(_cut(by_length, lambda last, block: True))
+    runs = [_run(blocks) for blocks in chain(whole, small)]
+    rows = [row for blocks in chain(whole, small) for _, readers in blocks for row, _, _ in readers]
     return _plan(runs, rows, len(context_lens))
 
 
@@ -93,41 +112,37 @@ def _spans(block_tables: Tensor, lens: list[int], block_size: int, window: int |
     return spans
 
 
-def _cut(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]:
-    """Group neighbouring blocks into runs; yield each run's first block, and the spans of each of its blocks."""
-    group: list[list[Span]] = []
-    first = begin = end = 0
-    for block in sorted(spans):
-        readers = spans[block]
+def _cut(blocks: Iterable[tuple[int, list[Span]]], may_follow: Callable[[int, int], bool]) -> Iterator[Blocks]:
+    """Cut blocks, each with its spans, into runs; may_follow: whether a run may hold a block behind another."""
+    run: Blocks = []
+    begin = end = 0
+    for block, readers in blocks:
         low, high = min(span[1] for span in readers), max(span[2] for span in readers)
         new_begin, new_end = min(begin, low), max(end, high)
-        spare = (len(group) + 1) * (new_end - new_begin) - len(group) * (end - begin) - (high - low)
-        is_neighbour = group and block == first + len(group) and len(readers) == len(group[0])
-        if is_neighbour and spare * len(readers) <= SPARE_KEYS:
-            group.append(readers)
+        spare = (len(run) + 1) * (new_end - new_begin) - len(run) * (end - begin) - (high - low)
+        joins = run and may_follow(run[-1][0], block) and len(readers) == len(run[0][1])
+        if joins and spare * len(readers) <= SPARE_KEYS:
+            run.append((block, readers))
             begin, end = new_begin, new_end
         else:
-            if group:
-                yield first, group
-            group, first, begin, end = [readers], block, low, high
-    yield first, group
+            if run:
+                yield run
+            run, begin, end = [(block, readers)], low, high
+    yield run
 
 
-def _alone(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]:
-    """Let each block be a run, as _cut does."""
-    for block, readers in spans.items():
-        yield block, [readers]
-
-
-def _run(first: int, group: list[list[Span]]) -> Run:
+def _run(blocks: Blocks) -> Run:
+    numbers, group = zip(*blocks, strict=True)
+    first, are_neighbours = numbers[0], numbers == tuple(range(numbers[0], numbers[0] + len(numbers)))
+    copied = None if are_neighbours else torch.tensor(numbers)
     begins, ends = ({span[i] for readers in group for span in readers} for i in (1, 2))
     begin, end = min(begins), max(ends)
     rows = torch.tensor([[row for row, _, _ in readers] for readers in group])
     if len(begins) == len(ends) == 1:
-        return Run(first, begin, end, rows, None)
+        return Run(first, copied, begin, end, rows, None)
     keys = torch.arange(begin, end)
     bounds = torch.tensor(group)
-    return Run(first, begin, end, rows, (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:]))
+    return Run(first, copied, begin, end, rows, (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:]))
 
 
 def _plan(runs: list[Run], rows: list[int], num_rows: int) -> RunPlan:
