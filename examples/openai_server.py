@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from uuid import uuid4
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,12 +19,11 @@ from starlette.routing import Route
 from nanoinfer import AsyncLLM, SamplingParams
 
 SETTINGS = ("n", "temperature", "top_p", "max_tokens", "seed", "stop", "presence_penalty", "frequency_penalty")
-IGNORED = ("user", "store", "metadata", "stream_options")  # they change no token
 
 
 def read(body: dict[str, Any], is_chat: bool) -> tuple[Any, SamplingParams]:
     """Return the prompt of a request and its settings. Raises ValueError for what this server does not know."""
-    rest = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    rest = {name: value for name, value in body.items() if value is not None and name not in ("user", "stream_options")}
     settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if is_chat else 16}  # OpenAI's defaults
     settings["max_tokens"] = rest.pop("max_completion_tokens", settings["max_tokens"])
     settings |= {name: rest.pop(name) for name in SETTINGS if name in rest}
@@ -73,11 +71,13 @@ async def events(name: str, new: Any, pieces: Any, is_chat: bool) -> AsyncIterat
 def head(name: str, is_chat: bool, chunk: str = "") -> dict[str, Any]:
     """Return what every answer begins with."""
     kind = f"chat.completion{chunk}" if is_chat else "text_completion"
-    return {"id": f"cmpl-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": name}
+    return {"id": f"cmpl-{time.time_ns():x}", "object": kind, "created": int(time.time()), "model": name}
 
 
 def choice(index: int, new: Any, key: str | None) -> dict[str, Any]:
     """Return a sample, or what is new of it. key: of a chat's message"""
+    if new.finish_reason == "error":
+        raise RuntimeError(new.stop_reason)
     text = {"text": new.text} if key is None else {key: {"role": "assistant", "content": new.text}}
     return {"index": index, "finish_reason": new.finish_reason, "logprobs": None, **text}
 

@@ -8,11 +8,13 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
-from conftest import greedy, whole_only
+import torch
+from conftest import greedy, safetensors_of, whole_only
+from safetensors.torch import load_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, AsyncLLM, SamplingParams, StreamOutput, WorkerError
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -316,6 +318,66 @@ class TestErrors:
 
         run(main())
         assert threads() == []
+
+    def test_a_call_that_breaks_off_leaves_nobody_waiting(self, expected: list[list[int]]) -> None:
+        def half(llm: LLM) -> None:
+            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+                yield next(iter(weights.items()))
+                raise ZeroDivisionError
+
+            llm.update_weights(tensors())
+
+        weights = {name: tensor for file in safetensors_of(BUNDLED_MODEL) for name, tensor in load_file(file).items()}
+
+        async def main() -> None:
+            async with AsyncLLM(BUNDLED_MODEL, **OPTIONS) as llm:
+                tasks = [asyncio.create_task(llm.generate(prompt, greedy(400))) for prompt in PROMPTS[:3]]
+                with pytest.raises(ZeroDivisionError):
+                    await llm.call(half)
+                for error in await errors_of(tasks):
+                    assert isinstance(error, RuntimeError)
+                    assert "the weights are incomplete" in str(error)
+                before = time.process_time()
+                await asyncio.sleep(0.3)
+                assert time.process_time() - before < 0.1
+                await llm.call(lambda llm: llm.update_weights(weights))
+                assert await tokens_of(llm, 0) == expected[0]
+                tasks = [asyncio.create_task(llm.generate(prompt, greedy(400))) for prompt in PROMPTS[:3]]
+                await asyncio.sleep(0.02)
+                await llm.call(lambda llm: llm.close())
+                for error in await errors_of(tasks):
+                    assert isinstance(error, (RuntimeError, ValueError))
+
+        run(main())
+
+    def test_an_error_that_cannot_be_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class TwoPartsError(Exception):
+            def __init__(self, first: str, second: str) -> None:
+                super().__init__(first + second)
+
+        def fail(engine: LLMEngine) -> None:
+            raise TwoPartsError("a", "b")
+
+        async def main() -> None:
+            async with AsyncLLM(BUNDLED_MODEL, **OPTIONS) as llm:
+                monkeypatch.setattr(LLMEngine, "step", fail)
+                with pytest.raises(RuntimeError, match="TwoPartsError: ab"):
+                    await llm.generate(PROMPTS[0])
+
+        run(main())
+
+
+def test_what_a_task_changes_later_is_none_of_its_request(expected: list[list[int]]) -> None:
+    async def ask(llm: AsyncLLM, params: SamplingParams, number: int) -> list[int]:
+        params.seed, params.max_tokens, params.ignore_eos = number, 4 + number % 9, True
+        return (await llm.generate(PROMPTS[number], params)).samples[0].token_ids
+
+    async def main() -> None:
+        async with AsyncLLM(BUNDLED_MODEL, **OPTIONS) as llm:
+            params = SamplingParams()
+            assert await asyncio.gather(*(ask(llm, params, number) for number in range(12))) == expected
+
+    run(main())
 
 
 def test_nobody_waits_busily() -> None:

@@ -98,7 +98,6 @@ class LLMEngine(EngineClient):
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
             seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, images, adapter)
-            seq.queued_at = time.perf_counter()
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
                 seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)

@@ -64,7 +64,6 @@ class Sequence:
         "params",
         "pooled",
         "prompt_logprobs",
-        "queued_at",
         "request_id",
         "routed_experts",
         "row",
@@ -118,7 +117,7 @@ class Sequence:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
         self.pooled: Vector | None = None  # what the text was read for; None: not yet, or it is not read
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
-        self.queued_at = self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
+        self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_len = min(most, max_model_len)

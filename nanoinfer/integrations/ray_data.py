@@ -194,7 +194,7 @@ class Engine:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._thread = LLMThread(lambda: llm, _settle)
+        self._thread = LLMThread(lambda: llm, _settle, longest_first=True)
 
     def submit(self, prepare: Prepare, max_tokens: int | None) -> Future[Any]:
         """Queue a request. The future raises ValueError if it cannot run, and what the LLM raises while it runs.

@@ -185,14 +185,14 @@ class Replica:
         except (EOFError, OSError):
             self._inbox.put(("close", ()))
 
-    def _report(self) -> None:
+    def _report(self, at_once: bool = False) -> None:
         """Tell what is new, all at once, if anything has begun or ended, and otherwise now and then."""
         begun = 0
         while self._unbegun and _has_begun(self._unbegun[0]):
             self._unbegun.popleft()
             begun += 1
         now = time.monotonic()
-        if begun or self._tasks.has_progress or now - self._reported_at > QUIET_SECONDS:
+        if at_once or begun or self._tasks.has_progress or now - self._reported_at > QUIET_SECONDS:
             progress = self._tasks.take_progress()
             figures = [StepFigures._make(FIGURES(step)) for step in progress.steps]
             self._outbox.send(Report(self._round, begun, figures, progress._replace(steps=[])))
@@ -219,6 +219,7 @@ class Replica:
 
     def drop(self) -> None:
         """Drop all tasks: those that come next are of another round."""
+        self._report(at_once=True)  # the figures of their steps count
         self._tasks.drop()
         self._unbegun.clear()
 

@@ -200,9 +200,9 @@ class Replicas(EngineClient):
             with delayed_interrupt():
                 match self._processes[index].receive():
                     case Report() as report:
-                        self._note_steps(index, report)
                         if report.round == self._round:
-                            self._events.append((index, report))
+                            self._events.append((index, report))  # first, for on_step may raise
+                        self._note_steps(index, report)
                     case Reply() as reply:
                         if reply.call == self._num_calls:
                             self._answers[index] = reply

@@ -67,7 +67,8 @@ class QueuesRequests(LoadsAdapters):
         streams there are StreamOutputs instead, one for each sample that has something new, with 0 as its index. The
         last one of a sample has a finish_reason.
 
-        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
+        While the LLM sleeps or lacks weights, it raises RuntimeError, and the requests wait. If the step itself raises,
+        or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
         """
         self.engine.check_ready()
         with self._turn(), self._requests:

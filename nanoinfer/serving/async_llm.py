@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -64,7 +65,7 @@ class AsyncLLM:
 
         Raises ValueError as LLM.generate does.
         """
-        answers = self._submit(prompt, sampling_params, streams=False)
+        answers = self._submit(prompt, _snapshot(sampling_params), streams=False)
         try:
             return cast(RequestOutput, await _next(answers))
         except BaseException:
@@ -76,15 +77,16 @@ class AsyncLLM:
     ) -> AsyncGenerator[StreamOutput, None]:
         """Generate for one prompt; yields a StreamOutput whenever one of its samples has something new.
 
-        A sample's last StreamOutput has a finish_reason. Who leaves the loop aborts the request.
+        A sample's last StreamOutput has a finish_reason. Who leaves the loop aborts the request, when nothing holds the
+        stream any more, or by its aclose().
 
         prompt: as for generate
         sampling_params: the request's settings; None: SamplingParams()
 
         Raises ValueError as LLM.generate does.
         """
-        answers = self._submit(prompt, sampling_params, streams=True)
-        num_left = 1 if sampling_params is None else sampling_params.n
+        params = _snapshot(sampling_params)
+        answers, num_left = self._submit(prompt, params, streams=True), getattr(params, "n", 1)
         try:
             while num_left:
                 new = cast(StreamOutput, await _next(answers))
@@ -106,7 +108,8 @@ class AsyncLLM:
     def _submit(self, prompt: Prompt, params: SamplingParams | None, streams: bool) -> Answers:
         answers: Answers = asyncio.Queue()
         max_tokens = SamplingParams.max_tokens if params is None else getattr(params, "max_tokens", None)
-        self._entered().submit(answers, lambda llm: llm.prepare(prompt, params), max_tokens, streams)
+        given = _snapshot(prompt)
+        self._entered().submit(answers, lambda llm: llm.prepare(given, params), max_tokens, streams)
         return answers
 
     def _entered(self) -> LLMThread:
@@ -114,6 +117,15 @@ class AsyncLLM:
         if self._thread is None:
             raise RuntimeError("this AsyncLLM has not started: use `async with AsyncLLM(model) as llm`")
         return self._thread
+
+
+def _snapshot(given: T) -> T:
+    """Return what a task has given as it is now: the LLM's thread reads it later."""
+    if isinstance(given, Mapping):
+        return cast(T, {key: _snapshot(value) for key, value in given.items()})
+    if isinstance(given, SamplingParams):
+        return cast(T, given.clone())
+    return copy(given) if isinstance(given, list) else given
 
 
 def _hand_out(told: Told) -> None:

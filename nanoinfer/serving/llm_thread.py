@@ -23,7 +23,7 @@ Prepare = Callable[[LLM], ComingRequest]  # makes a request; raises ValueError f
 Told = list[tuple[Any, Any]]  # keys, each with an output of its request, with what a call returned, or with an error
 
 
-class Waiting(NamedTuple):
+class Submitted(NamedTuple):
     """A request that the LLM has not got yet. most_tokens: that it may get"""
 
     key: Hashable
@@ -46,14 +46,17 @@ class LLMThread:
     A request has a key, which its caller chooses. What becomes of requests is told by their keys, once for each step.
     """
 
-    def __init__(self, make: Callable[[], LLM], tell: Callable[[Told], None]) -> None:
-        """make: makes the LLM; if it raises an error, each request gets it. tell: called on the thread"""
-        self._make, self._tell = make, tell
+    def __init__(self, make: Callable[[], LLM], tell: Callable[[Told], None], longest_first: bool = False) -> None:
+        """make: makes the LLM; if it raises an error, each request gets it. tell: called on the thread
+
+        longest_first: requests that may get more tokens overtake others that wait. As long as such come, others wait
+        """
+        self._make, self._tell, self._longest_first = make, tell, longest_first
         self._llm: LLM | None = None
         self._failure: BaseException = RuntimeError(CLOSED)  # why there is no LLM
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._told: Told = []  # what `tell` will be called with
-        self._waiting: list[Waiting] = []  # those that may get more tokens first, as in generate
+        self._waiting: list[Submitted] = []
         self._running: dict[int, Running] = {}  # by the LLM's numbers
         self._numbers: dict[Hashable, int] = {}  # of those that run, by their keys
         self._lock, self._is_closed = Lock(), False
@@ -66,7 +69,7 @@ class LLMThread:
         max_tokens: of its settings; streams: as for LLM.add_request
         """
         most_tokens = math.inf if max_tokens is None else max_tokens
-        self._ask(key, lambda llm: self._waiting.append(Waiting(key, prepare(llm), most_tokens, streams)))
+        self._ask(key, lambda llm: self._waiting.append(Submitted(key, prepare(llm), most_tokens, streams)))
 
     def call(self, key: Hashable, function: Callable[[LLM], Any]) -> None:
         """Let a function use the LLM between two steps. Raises RuntimeError if the thread is closed."""
@@ -90,7 +93,7 @@ class LLMThread:
         def job() -> None:
             try:
                 if self._llm is None:
-                    raise copy(self._failure)
+                    raise copy_of(self._failure)
                 do(self._llm)
             except BaseException as error:  # else the thread would end, and leave all others waiting
                 self._told.append((key, error))
@@ -102,17 +105,36 @@ class LLMThread:
 
     def _run(self) -> None:
         try:
+            self._make_llm()
+            while self._do_asked():
+                self._start_waiting()
+                self._flush()
+                self._step()
+                self._flush()
+        finally:
+            self._end()
+
+    def _make_llm(self) -> None:
+        try:
             self._llm = self._make()
         except BaseException as error:
-            self._failure = error
-        while self._do_asked():
-            self._start_waiting()
-            self._step()
-            self._flush()
-        self._end_all(RuntimeError(CLOSED))
-        if self._llm is not None:
-            self._llm.close()
+            self._failure = copy_of(error)  # its traceback would keep what there is of the LLM
+
+    def _end(self) -> None:
+        """Tell all that it is closed, and close the LLM."""
+        with self._lock:
+            self._is_closed = True
+        llm, self._llm = self._llm, None
+        self._end_running(RuntimeError(CLOSED))
+        for one in self._waiting:
+            one.coming.cancel()
+            self._told.append((one.key, RuntimeError(CLOSED)))
+        while not self._asked.empty():
+            if (job := self._asked.get()) is not None:
+                job()
         self._flush()
+        if llm is not None:
+            llm.close()
 
     def _do_asked(self) -> bool:
         """Do what is asked, and wait for it while no request is there; returns whether the end has not come."""
@@ -122,6 +144,7 @@ class LLMThread:
             if (job := self._asked.get()) is None:
                 return False
             job()
+            self._end_dropped()
         return True
 
     @property
@@ -133,7 +156,8 @@ class LLMThread:
         assert self._llm is not None
         config = self._llm.config
         most = math.ceil((1 + UNBEGUN) * config.max_num_seqs * config.data_parallel_size)
-        self._waiting.sort(key=attrgetter("most_tokens"), reverse=True)
+        if self._longest_first:
+            self._waiting.sort(key=attrgetter("most_tokens"), reverse=True)
         while len(self._running) < most and (place := self._choose()) is not None:
             key, coming, _, streams = self._waiting.pop(place)
             try:
@@ -142,18 +166,19 @@ class LLMThread:
                 self._numbers[key] = number
             except BaseException as error:
                 self._told.append((key, error))
+        self._end_dropped()
 
     def _choose(self) -> int | None:
-        """Return the place of the first whose images are prepared; if nothing runs, that of the first."""
-        return next(
-            (place for place, one in enumerate(self._waiting) if one.coming.is_ready or not self._running), None
-        )
+        """Return the place of the first whose images are prepared; if there is none and nothing runs, the first."""
+        ready = next((place for place, one in enumerate(self._waiting) if one.coming.is_ready), None)
+        return 0 if ready is None and self._waiting and not self._running else ready
 
     def _step(self) -> None:
         assert self._llm is not None
         try:
             outputs = self._llm.step()
-        except BaseException as error:  # the LLM has dropped every request that runs
+        except BaseException as error:
+            self._llm._requests.abort_all()  # if it could not step, it has kept them
             self._end_running(error)
             return
         for output in outputs:
@@ -175,20 +200,28 @@ class LLMThread:
                 del self._waiting[place]
                 return
 
+    def _end_dropped(self) -> None:
+        """Tell of requests that the LLM has dropped, because a call has closed it or was broken off."""
+        if self._running and self._llm is not None and not self._llm.has_unfinished_requests():
+            self._end_running(
+                RuntimeError("the LLM has dropped this request, because another call failed or closed it")
+            )
+
     def _end_running(self, error: BaseException) -> None:
-        self._told += [(running.key, copy(error)) for running in self._running.values()]
+        self._told += [(running.key, copy_of(error)) for running in self._running.values()]
         self._running.clear()
         self._numbers.clear()
-
-    def _end_all(self, error: BaseException) -> None:
-        self._end_running(error)
-        for one in self._waiting:
-            one.coming.cancel()
-            self._told.append((one.key, copy(error)))
-        self._waiting.clear()
 
     def _flush(self) -> None:
         """Tell what nobody has been told."""
         if self._told:
             told, self._told = self._told, []
             self._tell(told)
+
+
+def copy_of(error: BaseException) -> BaseException:
+    """Return an error like this one: each task raises its own."""
+    try:
+        return copy(error)
+    except Exception:  # its __init__ takes other arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -84,7 +84,7 @@ def plan_runs(
 
     block_tables: [rows, max blocks] int32; context_lens: [rows] int32, at least 1
     window: how many tokens a query sees, the last of its context; None: all
-    are_neighbours: no other layer's keys are between block b and block b + 1; else each run has one block
+    are_neighbours: no other layer's keys are between block b and block b + 1; else no run is of neighbours
     key_numbers: in the keys of a token
     """
     spans = _spans(block_tables, context_lens.tolist(), block_size, window)

@@ -1,1 +1,1 @@
-"""The methods of LLM that run no request: its weights, adapters, memory and figures."""
+"""What an LLM does beside requests: weights, adapters, and sleep mode."""

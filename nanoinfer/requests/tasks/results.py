@@ -1,4 +1,4 @@
-"""Results: what is known of a sample that has ended, and the outputs that are made of it."""
+"""Results: what is known of a sample, and the outputs that are made of it when it has ended."""
 
 from __future__ import annotations
 

@@ -87,6 +87,7 @@ class Tasks:
         self._abort(list(self._by_request.get(number, ())))
 
     def _abort(self, samples: list[Sample]) -> None:
+        samples = [sample for sample in samples if not sample.seq.is_finished]  # a step may be about to end some
         for sample in samples:
             self._engine.finish(sample.seq, "abort")
             sample.update()
@@ -103,7 +104,7 @@ class Tasks:
                 del self._by_request[sample.number]
             self._changed[sample] = None
         if not self._samples:
-            self._engine.drain()  # a stop string ends a sequence whose next token is still in flight
+            self._steps += self._engine.drain()  # a stop string ends a sequence whose next token is still in flight
 
     def drop(self) -> None:
         """Forget all tasks."""
