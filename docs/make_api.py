@@ -41,8 +41,7 @@ from nanoinfer import (
 from nanoinfer.batch import run
 from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
-from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import InFlightPolicy
+from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm

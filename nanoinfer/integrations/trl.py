@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from trl import GRPOTrainer
 
 from nanoinfer.checks import short
-from nanoinfer.engine.adapters import LoadedAdapter
+from nanoinfer.engine.client import LoadedAdapter
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import SampleOutput, warn_of_errors
 from nanoinfer.sampling_params import SamplingParams

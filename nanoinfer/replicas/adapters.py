@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.adapters import Adapters, LoadedAdapter
+from nanoinfer.engine.client import Adapters, LoadedAdapter
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.weight_transfer import Shape, packed, shared_memory
 from nanoinfer.weights.adapters.config import AdapterConfig

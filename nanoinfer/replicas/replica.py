@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from nanoinfer.config import Config
-from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import InFlightPolicy
+from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus

@@ -12,8 +12,9 @@ from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.prompts import Prepared
-from nanoinfer.requests.request import Request, StreamedSample
+from nanoinfer.requests.request import Request
 from nanoinfer.requests.tasks.messages import TaskProgress, TaskRunner
+from nanoinfer.requests.tasks.streamed import StreamedSample
 from nanoinfer.requests.text.spelling import decoder
 
 if TYPE_CHECKING:

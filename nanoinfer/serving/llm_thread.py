@@ -166,7 +166,7 @@ class LLMThread:
                 self._numbers[key] = number
             except BaseException as error:
                 self._told.append((key, error))
-        self._end_dropped()
+                self._end_dropped()
 
     def _choose(self) -> int | None:
         """Return the place of the first whose images are prepared; if there is none and nothing runs, the first."""

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.checks import short
-from nanoinfer.engine.adapters import LoadedAdapter
-from nanoinfer.engine.client import InFlightPolicy
+from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
 from nanoinfer.sampling_params import SamplingParams

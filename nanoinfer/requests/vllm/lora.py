@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 
 from nanoinfer.checks import as_list, check_flag, check_int, short
 from nanoinfer.config import Config
-from nanoinfer.engine.adapters import NO_SLOTS, LoadedAdapter
-from nanoinfer.engine.client import EngineClient, InFlightPolicy
+from nanoinfer.engine.client import NO_SLOTS, EngineClient, InFlightPolicy, LoadedAdapter
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.settings import AdapterNames
