@@ -15,6 +15,7 @@ from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # behind what others register: the interpreter takes itself apart for seconds
+    os.environ["OMP_NUM_THREADS"] = "1"  # of this process, and of those that tests start: other tests take cores
 
 import pytest
 import torch
@@ -43,8 +44,6 @@ from nanoinfer.process.collector import no_collection
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 TESTS_THAT_RAN = count(1)
-if BESIDE_OTHERS:
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
 os.environ |= {"RAY_worker_niceness": "0"}  # else its actors, nice by 15, hardly run where other tests compute
 fork_what_spawns()
 if not HAS_CUDA:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Images:
         encoded = dict(zip(new, made, strict=True))
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):  # None: as it is
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             for key, own in encoded.items():
                 self._kept.keep(key, own.moved(self._to_host))
         return encoded

@@ -281,7 +281,7 @@ class ModelRunner:
                 return None
             verifier = self.steps.verifier
             assert verifier is not None
-            with torch.cuda.stream(self._beside):
+            with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
                 if verifier.packed is not None:
                     verifier.packed.wait()
                 return self._send(verifier.guesses(launched.places, message.num_rows), Extras())
