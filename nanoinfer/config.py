@@ -121,6 +121,9 @@ class Config:
     trust_remote_code: True or False: no remote code runs, whatever it says
     data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
         its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
+    data_parallel_backend: "mp": replicas are processes of this machine. "ray": each is an actor in a Ray cluster, on
+        any of its machines, and asks for a GPU for each rank. All of them need the model's folder at the same path
+    placement_timeout: a replica waits this many seconds until the Ray cluster has room for it
     restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
         does not start again, nor does any replica once the weights have been changed
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
@@ -175,6 +178,8 @@ class Config:
     trust_remote_code: bool = False
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
     data_parallel_size: int = ranged(1, 1, MAX_REPLICAS)
+    data_parallel_backend: str = "mp"
+    placement_timeout: float = 300.0
     restart_replicas: bool = False
     worker_timeout: float = 30.0
     use_tqdm: bool = True
@@ -218,19 +223,22 @@ class Config:
         self.runner = check_choice("runner", self.runner, ["auto", GENERATE, POOLING])
         self.load_format = check_choice("load_format", self.load_format, LOAD_FORMATS, SAVE_FIRST)
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
-        if self.data_parallel_size > 1 and not self.starts_ranks:
+        self.data_parallel_backend = check_choice("data_parallel_backend", self.data_parallel_backend, ["mp", "ray"])
+        if self.has_replicas and not self.starts_ranks:
             raise ValueError(
-                f"data_parallel_size={self.data_parallel_size}: must be 1 with tensor_parallel_group: make an LLM in"
-                " each group of processes instead"
+                f"{self.named_replicas}: must be {'1' if self.data_parallel_size > 1 else repr('mp')} with"
+                " tensor_parallel_group: make an LLM in each group of processes instead"
             )
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
-        self.device = resolve_device(self.device, ranks, self.data_parallel_size)
+        self.device = resolve_device(self.device, ranks, self.data_parallel_size, self.is_on_ray)
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, list(ON_THE_FLY), OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
-        self.speculation = check_speculation(self.speculation, self.draft_model, self.data_parallel_size)
+        self.speculation = check_speculation(
+            self.speculation, self.draft_model, self.named_replicas if self.has_replicas else None
+        )
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
@@ -345,6 +353,23 @@ class Config:
         return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
 
     @property
+    def is_on_ray(self) -> bool:
+        """Whether replicas are actors of a Ray cluster."""
+        return self.data_parallel_backend == "ray"
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other processes have the engines, one or several."""
+        return self.data_parallel_size > 1 or self.is_on_ray
+
+    @property
+    def named_replicas(self) -> str:
+        """The option and the value that ask for replicas, for errors."""
+        if self.data_parallel_size > 1:
+            return f"data_parallel_size={self.data_parallel_size}"
+        return f"data_parallel_backend={self.data_parallel_backend!r}"
+
+    @property
     def starts_ranks(self) -> bool:
         """Whether rank 0 starts the others; otherwise they are there already, and each has a host of its own."""
         return self.tensor_parallel_group is None
@@ -365,7 +390,9 @@ class Config:
         )
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
-        self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
+        seconds = 1, math.inf, "of seconds, at least 1"
+        self.worker_timeout = check_number("worker_timeout", self.worker_timeout, *seconds)
+        self.placement_timeout = check_number("placement_timeout", self.placement_timeout, *seconds)
 
     def _check_max_model_len(self) -> None:
         limit, blocks = self.description.max_position, self.num_kvcache_blocks

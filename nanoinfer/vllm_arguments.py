@@ -235,7 +235,6 @@ FOR_LLM: tuple[Line, ...] = (
     ("data_parallel_address data_parallel_rpc_port", NONE, "an LLM starts all of its replicas itself"),
     ("data_parallel_hybrid_lb data_parallel_external_lb", FALSE, "an LLM starts all of its replicas itself"),
     ("data_parallel_multi_port_external_lb", FALSE, "an LLM starts all of its replicas itself"),
-    ("data_parallel_backend", _only("mp", "ray"), "replicas are processes of one machine"),
     ("enable_expert_parallel enable_ep_weight_filter enable_eplb", FLAG, "ranks share the work of all experts"),
     ("num_redundant_experts eplb_window_size eplb_step_interval eplb_log_balancedness", ANY, "ranks share all experts"),
     ("eplb_config expert_placement_strategy all2all_backend", ANY, "ranks share the work of all experts"),

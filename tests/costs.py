@@ -17,6 +17,7 @@ EXCUSED = {  # beginnings of ids of tests that may cost more, and why; at most t
     "tests/test_compiling.py": "a process of its own imports torch and compiles",
     "tests/test_decoder_row.py::test_programs_side_by_side": "programs are processes that interpret a decoder",
     "tests/test_ray_data.py::TestCluster": "the first of a worker starts a cluster",
+    "tests/test_ray_replicas.py::TestCluster": "a cluster starts, and actors import for seconds",
     "tests/test_spmd.py": "processes of a trainer import for seconds",
     "tests/test_start.py": "processes of their own import for seconds",
     "tests/test_tensor_parallel.py::TestTwoRanks": "scripts start ranks, which import for seconds",

@@ -849,8 +849,8 @@ class TestReplicas:
 
         ask = llm.engine.ask
 
-        def interrupted(method: str, *args: Any) -> None:
-            ask(method, *args)
+        def interrupted(method: str, args: dict[int, Any]) -> None:
+            ask(method, args)
             if method == "read_adapter":
                 raise KeyboardInterrupt
 

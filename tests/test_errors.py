@@ -620,6 +620,7 @@ class TestConfig:
 
     @pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
     def test_a_cache_in_fp8_on_a_gpu_that_lacks_it(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
         with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': needs a GPU of .* 8.9 or more, not 8.6; 'auto'"):
             choose_backend(backend, "cuda", torch.bfloat16, 256, 64, in_fp8=True)

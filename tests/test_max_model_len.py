@@ -19,7 +19,7 @@ from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.config import LONGEST_BY_TORCH, Config
 from nanoinfer.models import describe
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.replicas.process import ReplicaProcess
+from nanoinfer.replicas.transports.spawned import SpawnedProcess
 from nanoinfer.runner.logits.token_history import COLUMNS, TokenHistory
 from nanoinfer.runner.memory import plan
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
@@ -292,14 +292,14 @@ class TestCache:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Each request ends where it would on that one, whichever computes it."""
-        blocks, begin = iter([40, 4]), ReplicaProcess.begin
+        blocks, begin = iter([40, 4]), SpawnedProcess.begin
 
-        def begin_with_so_many(process: ReplicaProcess, config: Config) -> None:
+        def begin_with_so_many(process: SpawnedProcess, config: Config) -> None:
             config = copy.copy(config)
             config.num_kvcache_blocks = next(blocks)
             begin(process, config)
 
-        monkeypatch.setattr(ReplicaProcess, "begin", begin_with_so_many)
+        monkeypatch.setattr(SpawnedProcess, "begin", begin_with_so_many)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
             two = LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4, data_parallel_size=2)
         with two:

@@ -34,8 +34,8 @@ from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.first_launch import VISIBLE
 from nanoinfer.replicas import weight_transfer
-from nanoinfer.replicas.process import ReplicaProcess, gpus_of
 from nanoinfer.replicas.replica import Life
+from nanoinfer.replicas.transports.spawned import SpawnedProcess, gpus_of
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}
 LONG = greedy(300, ignore_eos=True)
@@ -472,7 +472,7 @@ class TestDeaths:
         assert output.token_ids == oracle.greedy([30], 5)
 
     def test_one_that_dies_in_the_middle_of_a_message(self) -> None:
-        process = ReplicaProcess.__new__(ReplicaProcess)
+        process = SpawnedProcess.__new__(SpawnedProcess)
         process.pipe, theirs = multiprocessing.Pipe()
         os.write(theirs.fileno(), struct.pack("!i", 1000) + b"half")
         theirs.close()

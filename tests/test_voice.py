@@ -28,8 +28,8 @@ from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.config import Config
 from nanoinfer.hub import name_of
 from nanoinfer.process.bar import Bar
-from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.replicas import Replicas
+from nanoinfer.replicas.transports.spawned import SpawnedProcess
 from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.start import voice
@@ -204,8 +204,8 @@ class TestSeveralProcesses:
     def test_the_first_replica_alone_shows_bars(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The others, and those that start again, do not."""
         begun: list[tuple[bool, int]] = []
-        monkeypatch.setattr(ReplicaProcess, "begin", lambda process, config: begun.append(config.use_tqdm))
-        monkeypatch.setattr(ReplicaProcess, "__init__", lambda *_: None)
+        monkeypatch.setattr(SpawnedProcess, "begin", lambda process, config: begun.append(config.use_tqdm))
+        monkeypatch.setattr(SpawnedProcess, "__init__", lambda *_: None)
         with Terminal():
             replicas = Replicas(Config(BUNDLED_MODEL, device="cpu", data_parallel_size=3))
             replicas.begin(Config(BUNDLED_MODEL, device="cpu", data_parallel_size=3))

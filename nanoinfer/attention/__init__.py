@@ -141,7 +141,7 @@ def _triton_problem(device: str) -> str | None:
 
 def _check_converts_fp8(device: str) -> None:
     """Raise ValueError for a GPU on which our kernel cannot write keys in FP8, whichever backend would read them."""
-    if device == "cuda" and (capability := torch.cuda.get_device_capability()) < HAS_FP8:
+    if device == "cuda" and torch.cuda.device_count() and (capability := torch.cuda.get_device_capability()) < HAS_FP8:
         needed, has = (".".join(map(str, numbers)) for numbers in (HAS_FP8, capability))
         raise ValueError(
             f"kv_cache_dtype='fp8': needs a GPU of compute capability {needed} or more, not {has}; 'auto' keeps `dtype`"

@@ -29,6 +29,7 @@ DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the jo
 HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
     *ARGUMENTS["LLM"],  # which change nothing
     "trust_remote_code",  # nor does this one
+    "data_parallel_backend",
     "data_parallel_size",
     "enable_lora",
     "enforce_eager",
@@ -41,6 +42,7 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
     "max_num_batched_tokens",
     "max_num_seqs",
     "num_kvcache_blocks",
+    "placement_timeout",
     "restart_replicas",
     "tensor_parallel_size",
     "use_tqdm",

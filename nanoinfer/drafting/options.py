@@ -14,11 +14,11 @@ COMING = ("mtp",)  # named by others, and by those who ask
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
 
-def check_speculation(value: Any, draft_model: Any, replicas: int = 1) -> str | Drafter | None:
+def check_speculation(value: Any, draft_model: Any, replicas: str | None = None) -> str | Drafter | None:
     """Return "auto", "suffix", "draft", a Drafter or None; raises ValueError for anything else.
 
     draft_model: the option, which "draft" needs, and "auto" takes
-    replicas: that get copies of a Drafter, if there are several
+    replicas: the option that asks for them, if there are some, which get copies of a Drafter
     """
     if isinstance(value, str) and value in COMING:
         names = " or ".join(map(repr, KINDS))
@@ -37,19 +37,19 @@ def check_speculation(value: Any, draft_model: Any, replicas: int = 1) -> str | 
         raise ValueError(
             f"draft_model={short(draft_model)}: must be left out, or speculation must be {DRAFT!r} or {AUTO!r}"
         )
-    if replicas > 1:
+    if replicas is not None:
         _check_copies(speculation, replicas)
     return speculation
 
 
-def _check_copies(drafter: object, replicas: int) -> None:
+def _check_copies(drafter: object, replicas: str) -> None:
     """Raise ValueError if a Drafter cannot be copied into the processes of replicas."""
     try:
         pickle.dumps(drafter)
     except Exception as error:  # its own code may raise anything
         raise ValueError(
             f"speculation={short(drafter)}: must be an object that can be pickled, for each of"
-            f" data_parallel_size={replicas} replicas gets a copy: {error}"
+            f" {replicas} replicas gets a copy: {error}"
         ) from error
 
 

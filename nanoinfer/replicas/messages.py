@@ -43,6 +43,10 @@ class Report(NamedTuple):
     progress: TaskProgress
 
 
+class Placed(NamedTuple):
+    """A replica that Ray keeps has a place, and has connected."""
+
+
 class Ready(NamedTuple):
     """A replica has started. hardware: what each of its ranks computes with"""
 
@@ -65,4 +69,4 @@ class Failed(NamedTuple):
     told: str
 
 
-Message = Report | Ready | Reply | Failed
+Message = Report | Placed | Ready | Reply | Failed

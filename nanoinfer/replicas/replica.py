@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing as mp
 import os
-import signal
 import threading
 import time
 import traceback
@@ -49,17 +47,23 @@ FIGURES = attrgetter(*StepFigures._fields)
 
 
 @frozen()  # what is imported stays
-def run_replica(pipe: Connection, beats: Connection) -> None:
-    """Live as one replica: start an engine for the Config that arrives, then do what arrives until "close"."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
+def run_replica(
+    pipe: Connection, beats: Connection, parents: list[int], check: Callable[[Config], object] | None = None
+) -> None:
+    """Live as one replica: start an engine for the Config that arrives, then do what arrives until "close".
+
+    parents: what is ready when the process that starts this one is gone
+    check: called with the Config first; it may raise ValueError
+    """
     try:
         config: Config = pipe.recv()
     except (EOFError, OSError):  # the LLM's process is gone
         return
     outbox = Outbox(pipe)
-    life = Life(outbox, beats, config)
+    life = Life(outbox, beats, config, parents)
     try:
+        if check is not None:
+            check(config)
         replica = Replica(config, pipe, outbox, life)
         runner = replica.engine.ranks.runner
         outbox.send(Ready(replica.engine.memory, name_hardware(runner.device, runner.threads)))
@@ -98,19 +102,17 @@ class Life:
     step: the number of the step that the main thread makes; None: it makes none
     """
 
-    def __init__(self, outbox: Outbox, beats: Connection, config: Config) -> None:
+    def __init__(self, outbox: Outbox, beats: Connection, config: Config, parents: list[int]) -> None:
         self.is_running = False
         self.step: int | None = None
         self._watched: int | None = None  # the step that was under way at the last beat
         self._waits = 0  # how many beats it has seen
-        self._outbox, self._beats = outbox, beats
+        self._outbox, self._beats, self._parents = outbox, beats, parents
         self._timeout = config.worker_timeout if config.device == "cuda" else math.inf
         threading.Thread(target=self._live, name="nanoinfer-life", daemon=True).start()
 
     def _live(self) -> None:
-        parent = mp.parent_process()
-        assert parent is not None
-        while not wait([parent.sentinel], timeout=BEAT_SECONDS):
+        while not wait(self._parents, timeout=BEAT_SECONDS):
             if self._is_stuck():
                 self._outbox.send(Failed(None, f"a step was not done after {self._timeout:g} s (worker_timeout)"))
                 break

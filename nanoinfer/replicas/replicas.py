@@ -24,7 +24,8 @@ from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.adapters import ReplicaAdapters
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
-from nanoinfer.replicas.process import ReplicaProcess
+from nanoinfer.replicas.transports.process import ReplicaProcess, Transport
+from nanoinfer.replicas.transports.spawned import Spawning
 from nanoinfer.replicas.updater import ReplicaUpdater
 from nanoinfer.replicas.weight_transfer import write_chunks
 from nanoinfer.requests.tasks.messages import Task
@@ -70,13 +71,14 @@ class Replicas(EngineClient):
         self._num_calls = 0
         self._asked: set[int] = set()  # the replicas that have not answered the newest call
         self._answers: dict[int, Reply] = {}  # by replica, to that call
+        self._transport = _transport_of(config)
         self._processes: dict[int, ReplicaProcess] = {}
         self._newcomers: list[int] | None = None  # those that `without_newcomers` keeps waiting; None: it keeps none
         self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
         try:
             for index in range(config.data_parallel_size):
                 with delayed_interrupt():
-                    self._processes[index] = ReplicaProcess(config, index)
+                    self._processes[index] = self._transport.start(config, index)
         except BaseException:
             self._finalizer()
             raise
@@ -109,7 +111,11 @@ class Replicas(EngineClient):
     @property
     def ready(self) -> list[int]:
         """The replicas that take tasks."""
-        return [index for index, process in self._processes.items() if process.is_ready]
+        return list(self._ready_processes)
+
+    @property
+    def _ready_processes(self) -> dict[int, ReplicaProcess]:
+        return {index: process for index, process in self._processes.items() if process.is_ready}
 
     @property
     def pids(self) -> dict[int, int]:
@@ -117,14 +123,14 @@ class Replicas(EngineClient):
         return {index: process.pid for index, process in self._processes.items()}
 
     def send(self, index: int, method: str, *args: Any) -> None:
-        """Let a replica call one of its methods; it does not answer."""
-        self._processes[index].send(method, *args)
+        """Let a replica call one of its methods; it does not answer. A fork tells it nothing."""
+        if self._owner == os.getpid():
+            self._processes[index].send(method, *args)
 
     def tell_all(self, method: str, *args: Any) -> None:
-        """Let all replicas call one of their methods; they do not answer. A fork tells them nothing."""
-        if self._owner == os.getpid():
-            for index in self.ready:
-                self.send(index, method, *args)
+        """Let all replicas call one of their methods; they do not answer."""
+        for index in self.ready:
+            self.send(index, method, *args)
 
     def hand_out(self, index: int, tasks: list[Task]) -> None:
         """Let a replica queue tasks."""
@@ -155,7 +161,7 @@ class Replicas(EngineClient):
 
         A replica that dies meanwhile is left out.
         """
-        self.ask(method, *args)
+        self.ask(method, dict.fromkeys(self.ready, args))
         while self._asked:
             self._receive()
         answers = list(self._answers.values())
@@ -164,12 +170,13 @@ class Replicas(EngineClient):
                 raise answer.error
         return [answer.value for answer in answers]
 
-    def ask(self, method: str, *args: Any) -> None:
-        """Let all replicas call one of their methods, and wait for no answer."""
+    def ask(self, method: str, args: dict[int, tuple[Any, ...]]) -> None:
+        """Let replicas call one of their methods, each with its own arguments, and wait for no answer."""
         self._num_calls += 1
         self._answers.clear()
-        self._asked = set(self.ready)
-        self.tell_all("call", self._num_calls, method, args)
+        self._asked = set(args)
+        for index, own in args.items():
+            self.send(index, "call", self._num_calls, method, own)
 
     def send_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment, method: str, *args: Any
@@ -179,15 +186,17 @@ class Replicas(EngineClient):
         Raises the first error of a replica, or that of the tensors' source, and then breaks off everywhere.
         """
         answers: list[Any] = []
-        try:
-            self.ask(method, segment, *args)
-            for chunks, is_last in write_chunks(tensors, segment):
-                answers = self.call("receive", chunks, is_last)
-                self.check_open()  # the source runs code that is not ours
-        except BaseException:
-            with delayed_interrupt(), suppress(RuntimeError):
-                self.call("receive", None, True)
-            raise
+        with self._transport.mirrored(segment, self._ready_processes) as mirrors:
+            try:
+                self.ask(method, {index: (own, *args) for index, own in mirrors.segments.items()})
+                for chunks, is_last in write_chunks(tensors, segment):
+                    mirrors.copy()
+                    answers = self.call("receive", chunks, is_last)
+                    self.check_open()  # the source runs code that is not ours
+            except BaseException:
+                with delayed_interrupt(), suppress(RuntimeError):
+                    self.call("receive", None, True)
+                raise
         return answers
 
     def _receive(self) -> list[Ready]:
@@ -263,7 +272,7 @@ class Replicas(EngineClient):
         told, restarts = self._what_next(process.is_ready)
         log.warning("%s; %s", reason, told)
         if restarts:
-            self._processes[index] = ReplicaProcess(self._config, index)
+            self._processes[index] = self._transport.start(self._config, index)
             self._processes[index].begin(self._config)
         if not self._processes:
             self._fail(f"no replica is left: {reason}")
@@ -345,6 +354,14 @@ class Replicas(EngineClient):
         with delayed_interrupt():
             self.call("wake_up", tags)
             self.asleep.difference_update(tags)
+
+
+def _transport_of(config: Config) -> Transport:
+    if config.data_parallel_backend == "ray":
+        from nanoinfer.replicas.transports.ray_process import OnRay  # here, for most LLMs do without Ray
+
+        return OnRay()
+    return Spawning()
 
 
 def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:

@@ -42,11 +42,11 @@ class Start:
         """Start the processes that the options ask for. Let this process's GPU begin, if it computes."""
         self._voice = Voice(config)
         with delayed_interrupt():
-            if config.data_parallel_size > 1:
+            if config.has_replicas:
                 self._others = Replicas(config)
             elif config.tensor_parallel_size > 1 and config.starts_ranks:
                 self._others = Workers(config)
-        if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
+        if config.device == "cuda" and not config.has_replicas and config.starts_ranks:
             # Now, for the driver reads the environment, in which the other processes start.
             first_launch.prepare(config.device_of(0).index)
             if self._others is not None:

@@ -147,10 +147,10 @@ class SearchesBeams(LoadsAdapters):
         config = self.config
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={short(params)}: must be a BeamSearchParams, from nanoinfer")
-        if config.data_parallel_size > 1:
+        if config.has_replicas:
             raise ValueError(
-                f"data_parallel_size={config.data_parallel_size}: beam_search runs on one engine; make the LLM with"
-                " data_parallel_size=1, where tensor_parallel_size may divide the model"
+                f"{config.named_replicas}: beam_search runs on an engine in this process; make the LLM without"
+                " replicas, where tensor_parallel_size may divide the model"
             )
         if config.routed_experts:
             raise ValueError(

@@ -225,7 +225,7 @@ def plan_memory(
         max_model_len=longest,
         max_position=config.description.max_position,
     )
-    if tp.rank == 0 and config.data_parallel_size == 1:  # else the LLM's process tells, for all replicas
+    if tp.rank == 0 and not config.has_replicas:  # else the LLM's process tells, for all replicas
         tell(config, plan)
     return plan
 

@@ -21,7 +21,7 @@ MakeSteps = Callable[[int], Steps]
 
 def share_threads(config: Config, tp: TensorParallel) -> None:
     """Let this process take its share of the CPU's threads, if ranks of ours are beside it."""
-    processes = tp.size * config.data_parallel_size
+    processes = tp.size * (1 if config.is_on_ray else config.data_parallel_size)  # Ray gives each replica cores
     if config.device == "cpu" and processes > 1 and config.starts_ranks:
         torch.set_num_threads(_share_of_threads(processes))
 
