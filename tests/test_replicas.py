@@ -462,14 +462,15 @@ class TestDeaths:
         two.engine.on_step = None
         assert {step.replica for step in steps} == {0, 1}
 
-    def test_one_that_dies_before_sleep_does_not_start_again(self, two: LLM, oracle: Oracle) -> None:
-        os.kill(two.engine.pids[1], signal.SIGKILL)
-        two.sleep()
-        assert two.is_sleeping
-        two.wake_up()
-        assert list(two.engine.pids) == [0]
-        (output,) = two.generate([[30]], greedy(5), use_tqdm=False)
-        assert output.token_ids == oracle.greedy([30], 5)
+    def test_one_that_dies_before_sleep_does_not_start_again(self, device: str, oracle: Oracle) -> None:
+        with make(device=device, data_parallel_size=2, restart_replicas=True) as two:
+            os.kill(two.engine.pids[1], signal.SIGKILL)
+            two.sleep()
+            assert two.is_sleeping
+            two.wake_up()
+            assert list(two.engine.pids) == [0]
+            (output,) = two.generate([[30]], greedy(5), use_tqdm=False)
+            assert output.token_ids == oracle.greedy([30], 5)
 
     def test_one_that_dies_in_the_middle_of_a_message(self) -> None:
         process = SpawnedProcess.__new__(SpawnedProcess)
