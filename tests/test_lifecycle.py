@@ -491,6 +491,21 @@ class TestDelayedInterrupt:
         assert caught.value.__context__ is None  # the error does not repeat the first one
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+    def test_one_block_inside_another_does_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second Ctrl-C comes at once there, too, and the first at the end of the outer one."""
+        monkeypatch.setattr(interrupts, "AGAIN_SECONDS", 0.05)
+        done: list[str] = []
+        inner = functools.partial(
+            self.run, interrupt, lambda: time.sleep(0.1), interrupt, lambda: done.append("the rest")
+        )
+        with pytest.raises(KeyboardInterrupt):
+            self.run(inner)
+        assert done == []
+        with pytest.raises(KeyboardInterrupt):
+            self.run(functools.partial(self.run, interrupt), lambda: done.append("the rest"))
+        assert done == ["the rest"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
     def test_two_of_one_key_press_are_one(self) -> None:
         done: list[str] = []
         with pytest.raises(KeyboardInterrupt):

@@ -251,9 +251,9 @@ class TestCluster:
     def test_an_actor_that_is_killed_loses_no_row(self) -> None:
         """Two actors share the rows; Ray starts the dead one again."""
         rows = [
-            {"id": i, "prompt": "ROMEO:\n", "seed": i, "max_tokens": 5 + i % 40, "x": {"y": [i]}} for i in range(400)
+            {"id": i, "prompt": "ROMEO:\n", "seed": i, "max_tokens": 5 + i % 40, "x": {"y": [i]}} for i in range(240)
         ]
-        made = ray.data.from_items(rows, override_num_blocks=20).map_batches(
+        made = ray.data.from_items(rows, override_num_blocks=12).map_batches(
             Watched,
             fn_constructor_kwargs={"model": BUNDLED_MODEL, "max_num_seqs": 4, **SMALL},
             compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2),

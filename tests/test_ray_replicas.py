@@ -183,6 +183,10 @@ def settings() -> list[SamplingParams]:
     return [SamplingParams(temperature=0.8, max_tokens=20 + i % 30, seed=i, n=1 + i % 2) for i in range(len(PROMPTS))]
 
 
+def serves(llm: LLM) -> bool:
+    return bool(llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False))
+
+
 class TestCluster:
     def test_actors_do_what_spawned_replicas_do(
         self, machines: Machines, make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -232,38 +236,30 @@ class TestCluster:
             make_on_ray(data_parallel_size=1, kvcache_block_size=1 << 20, num_kvcache_blocks=None)
 
     @pytest.mark.whole
-    def test_a_replica_waits_until_the_cluster_has_grown(self, machines: Machines) -> None:
+    def test_actors_that_die_and_hang_lose_nothing(self, machines: Machines, expected: list[list[list[int]]]) -> None:
+        with make_on_ray(restart_replicas=True, worker_timeout=3) as llm:
+            for index, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+                before = llm.engine.pids
+                threading.Timer(random.uniform(0, 1), os.kill, (before[index], sent)).start()
+                assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
+                assert wait_until(lambda: serves(llm) and not alive(before[index]), 60)  # noqa: B023  # it ends here
+                assert wait_until(lambda: serves(llm) and len(llm.engine.ready) == 2, 60)
+            assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
+
+    @pytest.mark.whole
+    def test_machines_come_and_vanish(self, machines: Machines, expected: list[list[list[int]]]) -> None:
+        """A replica waits until the cluster has grown. The other machines' replicas compute what it had."""
         with ThreadPoolExecutor() as pool:
             future = pool.submit(make_on_ray, data_parallel_size=3)
             with pytest.raises(TimeoutError):
                 future.result(timeout=10)
             machines.add()
-            with future.result() as llm:
-                assert llm.engine.ready == [0, 1, 2]
-
-    @pytest.mark.whole
-    @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-    def test_an_actor_that_dies_or_hangs_loses_nothing(
-        self, sent: int, machines: Machines, expected: list[list[list[int]]]
-    ) -> None:
-        with make_on_ray(restart_replicas=True, worker_timeout=3) as llm:
-            victim = llm.engine.pids[1]
-            threading.Timer(random.uniform(0, 1), os.kill, (victim, sent)).start()
-            assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
-            assert wait_until(lambda: self.serves(llm) and llm.engine.pids.get(1, victim) not in (0, victim), 60)
-            assert wait_until(lambda: self.serves(llm) and llm.engine.ready == [0, 1], 60)
-            assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
-        assert wait_until(lambda: not alive(victim), 20)
-
-    def serves(self, llm: LLM) -> bool:
-        return bool(llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False))
-
-    @pytest.mark.whole
-    def test_a_machine_that_vanishes_loses_nothing(self, machines: Machines, expected: list[list[list[int]]]) -> None:
-        with make_on_ray() as llm:
+            llm = future.result()
+        with llm:
+            assert llm.engine.ready == [0, 1, 2]
             threading.Timer(random.uniform(0, 1), machines.remove).start()
             assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
-            assert wait_until(lambda: self.serves(llm) and len(llm.engine.ready) == 1, 60)
+            assert wait_until(lambda: serves(llm) and len(llm.engine.ready) == 2, 60)
 
     @pytest.mark.whole
     def test_the_last_one_that_dies_ends_the_llm(self, machines: Machines) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -17,30 +17,42 @@ AGAIN_SECONDS = 1.0  # a SIGINT that comes sooner is the same key press: some la
 def delayed_interrupt() -> Iterator[Collection[object]]:
     """Let a SIGINT that comes inside the block take effect at the block's end; a second one takes effect at once.
 
-    The process's own handler gets the signal. Python calls it on the main thread: on others this block does nothing.
-    Yields what is empty until a SIGINT has come.
+    The process's own handler gets the signal. Python calls it on the main thread: on others this block does nothing,
+    nor does one inside another one. Yields what is empty until a SIGINT has come for this block.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not callable(handler) or isinstance(handler, Delay) or not is_main:
         yield ()
         return
-    delayed: list[tuple[float, FrameType | None]] = []  # at most one: its time, and the frame that it interrupted
-
-    def delay(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not delayed:
-            delayed.append((now, frame))
-        elif now - delayed[0][0] > AGAIN_SECONDS:
-            delayed.clear()
-            handler(number, frame)
-
+    delay = Delay(handler)
     signal.signal(signal.SIGINT, delay)
     try:
-        yield delayed
+        yield delay.delayed
     finally:
         signal.signal(signal.SIGINT, handler)
-        if delayed:
-            handler(signal.SIGINT, delayed[0][1])
+        if delay.delayed:
+            handler(signal.SIGINT, delay.delayed[0][1])
+
+
+class Delay:
+    """A handler of SIGINT that keeps the first one, and gives the second one to the handler before.
+
+    delayed: at most one: its time, and the frame that it interrupted
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.delayed: list[tuple[float, FrameType | None]] = []
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        if not self.delayed:
+            self.delayed.append((now, frame))
+        elif now - self.delayed[0][0] > AGAIN_SECONDS:
+            self.delayed.clear()
+            self._handler(number, frame)
 
 
 @contextmanager

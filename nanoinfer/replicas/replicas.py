@@ -59,7 +59,6 @@ class Replicas(EngineClient):
 
     def __init__(self, config: Config) -> None:
         """Start the processes, which import what they need and wait for `begin`. Of config, the options are enough."""
-        check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
         super().__init__()
         self.updater = ReplicaUpdater(self)
         self.adapters = ReplicaAdapters(self, config.max_adapters, config.restart_replicas)
@@ -71,7 +70,7 @@ class Replicas(EngineClient):
         self._num_calls = 0
         self._asked: set[int] = set()  # the replicas that have not answered the newest call
         self._answers: dict[int, Reply] = {}  # by replica, to that call
-        self._transport = _transport_of(config)
+        self._transport = transport_of(config)
         self._processes: dict[int, ReplicaProcess] = {}
         self._newcomers: list[int] | None = None  # those that `without_newcomers` keeps waiting; None: it keeps none
         self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
@@ -356,11 +355,13 @@ class Replicas(EngineClient):
             self.asleep.difference_update(tags)
 
 
-def _transport_of(config: Config) -> Transport:
+def transport_of(config: Config) -> Transport:
+    """Return what starts the replicas. Raises ValueError if this process cannot start others."""
     if config.data_parallel_backend == "ray":
         from nanoinfer.replicas.transports.ray_process import OnRay  # here, for most LLMs do without Ray
 
         return OnRay()
+    check_spawning(config.named_replicas, "replica")
     return Spawning()
 
 

@@ -1,4 +1,4 @@
-"""Weight transfer: a trainer's tensors reach the replicas through memory that all processes of a machine share."""
+"""Weight transfer: a trainer's tensors reach the replicas through shared memory, of which Ray's actors have copies."""
 
 from __future__ import annotations
 

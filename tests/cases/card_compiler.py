@@ -112,6 +112,7 @@ class Compiler:
     def __init__(self) -> None:
         self.machine = Machine()
         driver.set_active(self.machine)
+        torch.cuda.device_count = lambda: len(CARDS)
         torch.cuda.get_device_capability = lambda device=None: self.machine.card(device).capability
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(
             multi_processor_count=self.machine.card(device).multiprocessors

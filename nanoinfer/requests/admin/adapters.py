@@ -38,8 +38,8 @@ class LoadsAdapters(Door):
             32 or 64 bits, such as peft.get_peft_model_state_dict(model). The LLM keeps none of them
         config: the settings of tensors: peft.LoraConfig, or a mapping as in adapter_config.json
         alpha: in place of config: lora_alpha; tensors then are of all modules that they name, each of its own rank
-        in_flight: what becomes of the adapter's own requests of add_request that have begun, as for update_weights;
-            requests of other adapters, and of the model alone, just go on
+        in_flight: what becomes of the adapter's own requests of add_request, as for update_weights; requests of other
+            adapters, and of the model alone, just go on
 
         The LLM checks all of an adapter before it writes the first number. From then on, no request shares what was
         computed with the adapter of this name before. Adapters stay when the weights change, and in sleep(level=1).

@@ -34,7 +34,7 @@ class ChangesWeights(Door):
             and keeps none. It checks all of a list or a dictionary before it writes the first
         partial: True: the other weights stay as they are; False: all tensors of the model must come. Incomplete weights
             take parts, too. The version stays until all tensors have come, by calls that have all ended well
-        in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
+        in_flight: what becomes of the requests of add_request. "recompute": they keep their tokens,
             and the LLM computes prompts and tokens again. Later tokens and log-probabilities are then those of the new
             weights alone. "keep": they go on with the keys and values of the old weights. "abort": they end, and the
             next step returns them
