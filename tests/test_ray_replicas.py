@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import socket
 import tempfile
@@ -125,7 +126,16 @@ class TestOptions:
 
     @pytest.mark.parametrize(
         ("cpus", "replicas", "share"),
-        [([16, 16], 2, 16), ([16, 16], 3, 8), ([16, 4], 2, 8), ([1, 1], 2, 1), ([2], 8, 1), ([], 1, 1)],
+        [
+            ([16, 16], 2, 8),
+            ([16, 16], 3, 4),
+            ([16, 4], 2, 4),
+            ([6], 1, 3),
+            ([12], 2, 3),
+            ([1, 1], 2, 1),
+            ([2], 8, 1),
+            ([], 1, 1),
+        ],
     )
     def test_replicas_share_the_cpus_of_the_machines(
         self, cpus: list[int], replicas: int, share: int, monkeypatch: pytest.MonkeyPatch
@@ -247,12 +257,15 @@ class TestCluster:
             assert token_ids(llm.generate(PROMPTS, settings(), use_tqdm=False)) == expected
 
     @pytest.mark.whole
-    def test_machines_come_and_vanish(self, machines: Machines, expected: list[list[list[int]]]) -> None:
-        """A replica waits until the cluster has grown. The other machines' replicas compute what it had."""
+    def test_machines_come_and_vanish(
+        self, machines: Machines, expected: list[list[list[int]]], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A replica waits until the cluster has grown, and says so. Others compute what a machine that vanishes had."""
         with ThreadPoolExecutor() as pool:
             future = pool.submit(make_on_ray, data_parallel_size=3)
             with pytest.raises(TimeoutError):
-                future.result(timeout=10)
+                future.result(timeout=15)
+            assert re.search(r"replica \d waits until the cluster has room: a replica asks for 1 CPU", caplog.text)
             machines.add()
             llm = future.result()
         with llm:

@@ -31,12 +31,13 @@ def has_gpus() -> bool:
 def share_of_replica(device: str, ranks: int, replicas: int) -> dict[str, int]:
     """Return what an actor of one of several replicas asks for, as the options num_gpus and num_cpus.
 
-    On GPUs it is one for each rank, beside one CPU. Otherwise it is so many CPUs that the replicas have place.
+    On GPUs it is one for each rank, beside one CPU. Otherwise the replicas share half of each machine's CPUs.
     """
     if device == "cuda":
         return {"num_gpus": ranks, "num_cpus": 1}
-    cpus = [int(machine.get("CPU", 0)) for machine in _machines()]
-    fitting = (share for share in range(max(cpus, default=1), 1, -1) if sum(own // share for own in cpus) >= replicas)
+    halves = [int(machine.get("CPU", 0)) // 2 for machine in _machines()]
+    most = max(halves, default=1)
+    fitting = (share for share in range(most, 1, -1) if sum(half // share for half in halves) >= replicas)
     return {"num_gpus": 0, "num_cpus": next(fitting, 1)}
 
 

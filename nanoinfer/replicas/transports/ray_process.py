@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from nanoinfer.replicas.transports.process import Mirrors, ReplicaProcess, Trans
 from nanoinfer.replicas.transports.ray_actor import MEMORY, Place, ReplicaActor
 from nanoinfer.replicas.transports.tcp import Listener, shut
 
+TOLD_SECONDS = 10  # who waits longer for a place says so
 DEATH_SECONDS = 5  # Ray needs some to find out why an actor has died
+
+log = logging.getLogger("nanoinfer")
 
 
 class RayProcess(ReplicaProcess):
@@ -34,6 +38,7 @@ class RayProcess(ReplicaProcess):
     def __init__(self, config: Config, index: int) -> None:
         super().__init__(config, index)
         self._ray: Any = connected()
+        self._index = index
         self._asked = share_of_replica(config.device, config.tensor_parallel_size, config.data_parallel_size)
         self._placement_timeout = config.placement_timeout
         self._config: Config | None = None  # what `begin` was given
@@ -56,8 +61,9 @@ class RayProcess(ReplicaProcess):
     def _placed(self) -> Message:
         """Wait until the replica has a place and has connected."""
         place = self.actor.place.remote()
-        timeout = None if math.isinf(self._placement_timeout) else self._placement_timeout
-        if not self._ray.wait([place], timeout=timeout)[0]:
+        if not self._is_there(place, min(TOLD_SECONDS, self._placement_timeout)):
+            log.warning("replica %d waits until the cluster has room: %s", self._index, describe_room(self._asked))
+        if not self._is_there(place, self._placement_timeout - TOLD_SECONDS):
             self._problem = (
                 f"was not placed within {self._placement_timeout:g} s (placement_timeout): {describe_room(self._asked)}"
             )
@@ -67,6 +73,10 @@ class RayProcess(ReplicaProcess):
             self._life = self.actor.live.remote(listener.address, listener.key)
             self._came = listener.accept(self._check_life), listener.accept(self._check_life)
         return Placed()
+
+    def _is_there(self, promised: Any, seconds: float) -> bool:
+        timeout = None if math.isinf(seconds) else max(seconds, 0)
+        return bool(self._ray.wait([promised], timeout=timeout)[0])
 
     def _check_life(self) -> None:
         """Raise Ray's error if the actor has died."""
