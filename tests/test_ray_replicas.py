@@ -265,7 +265,7 @@ class TestCluster:
             future = pool.submit(make_on_ray, data_parallel_size=3)
             with pytest.raises(TimeoutError):
                 future.result(timeout=15)
-            assert re.search(r"replica \d waits until the cluster has room: a replica asks for 1 CPU", caplog.text)
+            assert re.search(r"replica \d is not there yet: a replica asks for 1 CPU", caplog.text)
             machines.add()
             llm = future.result()
         with llm:

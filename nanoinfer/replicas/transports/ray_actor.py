@@ -6,7 +6,6 @@ import os
 import socket
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,22 +19,15 @@ from nanoinfer.replicas.transports.tcp import connect
 MEMORY = "memory"  # the group of methods that Ray runs beside the others
 
 
-class Place(NamedTuple):
-    """Where an actor is."""
-
-    machine: str
-    pid: int
-
-
 class ReplicaActor:
     """One of its methods is the replica's life. Those of the group MEMORY bring it tensors meanwhile."""
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
 
-    def place(self) -> Place:
-        """Return where this is."""
-        return Place(socket.gethostname(), os.getpid())
+    def pid(self) -> int:
+        """Return the number of this process."""
+        return os.getpid()
 
     def live(self, address: tuple[str, int], key: bytes) -> None:
         """Live as one replica, which the LLM's process reaches by TCP. Raises OSError if it reaches none."""

@@ -18,7 +18,7 @@ from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.ray_cluster import connected, describe_room, share_of_replica
 from nanoinfer.replicas.messages import Failed, Message, Placed
 from nanoinfer.replicas.transports.process import Mirrors, ReplicaProcess, Transport
-from nanoinfer.replicas.transports.ray_actor import MEMORY, Place, ReplicaActor
+from nanoinfer.replicas.transports.ray_actor import MEMORY, ReplicaActor
 from nanoinfer.replicas.transports.tcp import Listener, shut
 
 TOLD_SECONDS = 10  # who waits longer for a place says so
@@ -42,7 +42,7 @@ class RayProcess(ReplicaProcess):
         self._asked = share_of_replica(config.device, config.tensor_parallel_size, config.data_parallel_size)
         self._placement_timeout = config.placement_timeout
         self._config: Config | None = None  # what `begin` was given
-        self._place: Place | None = None
+        self._pid = 0
         self._life: Any = None  # what Ray promises of `live`
         self._came: tuple[Connection, Connection] | None = None
         actor = self._ray.remote(concurrency_groups={MEMORY: 1})(ReplicaActor)
@@ -60,15 +60,15 @@ class RayProcess(ReplicaProcess):
 
     def _placed(self) -> Message:
         """Wait until the replica has a place and has connected."""
-        place = self.actor.place.remote()
-        if not self._is_there(place, min(TOLD_SECONDS, self._placement_timeout)):
-            log.warning("replica %d waits until the cluster has room: %s", self._index, describe_room(self._asked))
-        if not self._is_there(place, self._placement_timeout - TOLD_SECONDS):
+        pid = self.actor.pid.remote()
+        if not self._is_there(pid, min(TOLD_SECONDS, self._placement_timeout)):
+            log.warning("replica %d is not there yet: %s", self._index, describe_room(self._asked))
+        if not self._is_there(pid, self._placement_timeout - TOLD_SECONDS):
             self._problem = (
                 f"was not placed within {self._placement_timeout:g} s (placement_timeout): {describe_room(self._asked)}"
             )
             return Failed(None, self._problem)
-        self._place = self._ray.get(place)
+        self._pid = self._ray.get(pid)
         with Listener(self._ray.util.get_node_ip_address()) as listener:
             self._life = self.actor.live.remote(listener.address, listener.key)
             self._came = listener.accept(self._check_life), listener.accept(self._check_life)
@@ -104,7 +104,7 @@ class RayProcess(ReplicaProcess):
     @property
     def pid(self) -> int:
         """The process's number on its machine; 0: it has no place yet."""
-        return 0 if self._place is None else self._place.pid
+        return self._pid
 
     def _last_words(self) -> str:
         if not self._ray.is_initialized():  # `get` would start a cluster
