@@ -15,13 +15,14 @@ import pytest
 pytest.importorskip("triton")
 
 from cards import CARDS
-from launches import LAUNCHES, MAKES_WAY
+from launches import GROUPINGS, LAUNCHES, MAKES_WAY
 from triton import knobs
 from triton.backends import backends
 
 from nanoinfer.kernels.fp8 import HAS_FP8
 
 SCRIPT = Path(__file__).parent / "cases" / "card_compiler.py"
+WIDE_TYPES = "torch.float32", "tiny"  # how names of launches in float32 end
 WIDEST = 16  # bytes that a thread copies at once
 L1_BYTES = 48 << 10  # of shared memory, with which a program leaves its successor the L1 cache
 LIKE_OTHERS = "RTX 3090"  # it has the instructions of an A100 and the shared memory of an RTX 4090
@@ -112,6 +113,9 @@ def test_kernels_fit(card: str, rooms: list[str], often: list[str], ask: Ask) ->
     shared_bytes = CARDS[card].shared_bytes
     assert not [one for one in kernels if one["shared"] > shared_bytes or one["spilled"] > allowed(one, most)]
     assert all(one["narrowest"] == WIDEST for one in kernels if one["name"] == "_tiles_kernel")
+    if card == "H100":  # numbers of few bits go from registers to a tensor core, as long as they have 16 there
+        in_groups = [one for one in kernels if one["launch"].startswith(tuple(GROUPINGS))]
+        assert not [one for one in in_groups if one["moved"] and not one["launch"].endswith(WIDE_TYPES)]
     assert all(one["shared"] <= L1_BYTES for one in kernels if one["launch"].startswith(MAKES_WAY))
 
 

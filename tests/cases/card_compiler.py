@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 USED = re.compile(r"Used (\d+) registers")
 SPILLED = re.compile(r"(\d+) bytes spill stores")
 COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*? 0x([0-9a-f]+)")
+MOVED = re.compile(r"ttg\.local_alloc %")
 WIDEST = 16  # bytes that a thread copies at once
 
 
@@ -42,6 +43,7 @@ class Kernel:
     """What a kernel takes: bytes of shared memory, a thread's registers, and bytes that it stores for lack of these.
 
     narrowest: the fewest bytes that a thread copies at once while it computes
+    moved: matrices that go from its registers to shared memory within a loop
     """
 
     launch: str
@@ -50,6 +52,7 @@ class Kernel:
     registers: int
     spilled: int
     narrowest: int
+    moved: int
 
 
 class Machine(DriverBase):
@@ -155,7 +158,8 @@ class Compiler:
             name, kernel, log = self._found.pop(0)
             if (used := USED.search(log)) and (spilled := SPILLED.search(log)):
                 narrowest = min((int(copy[1], 16) for copy in COPIED.finditer(kernel.asm["ptx"])), default=WIDEST)
-                yield Kernel(launch, name, kernel.metadata.shared, int(used[1]), int(spilled[1]), narrowest)
+                moved = len(MOVED.findall(kernel.asm["ttgir"].partition("scf.for")[2]))
+                yield Kernel(launch, name, kernel.metadata.shared, int(used[1]), int(spilled[1]), narrowest, moved)
 
 
 if __name__ == "__main__":

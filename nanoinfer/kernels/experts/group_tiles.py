@@ -86,9 +86,6 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     x_ptrs = x_ptr + tile.sources.to(tl.int64)[:, None] * in_features
     acc = tl.zeros([N, M], tl.float32)
     scales = _load_groups(parts.scales, row, has_row, 0, groups, COUNT, PAIRED)
-    zeros = None
-    if parts.zeros is not None:
-        zeros = _load_groups(parts.zeros, row, has_row, 0, groups, COUNT, False)
     for start in range(0, in_features, K):
         x_mask = tile.exists[:, None] if EVEN else tile.exists[:, None] & (k < in_features - start)[None, :]
         x = tl.load(x_ptrs + (start + k)[None, :], mask=x_mask, other=0.0)
@@ -96,12 +93,11 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         # Only words come by copies for which no thread waits. So a block's scales are loaded a block before.
         first = (start + K) // GROUP
         next_scales = _load_groups(parts.scales, row, has_row, first, groups, COUNT, PAIRED)
-        if parts.zeros is not None:
-            next_zeros = _load_groups(parts.zeros, row, has_row, first, groups, COUNT, False)
+        zeros = None
+        if parts.zeros is not None:  # loaded a block before, they would send the numbers through shared memory
+            zeros = _load_groups(parts.zeros, row, has_row, start // GROUP, groups, COUNT, False)
         acc = _add_product(acc, x, words, scales, zeros, SCALE, NUMBERS, GROUP, FORM.exact, FORM.native)
         scales = next_scales
-        if parts.zeros is not None:
-            zeros = next_zeros
     return acc, acc
 
 

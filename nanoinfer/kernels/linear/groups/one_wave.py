@@ -2,7 +2,8 @@
 
 The weight is the left operand: a thread takes the words that it needs from shared memory, and the numbers stay in its
 registers. Integers are exact in 16 bits. Their scales multiply the float32 sum of each group, and so nothing is rounded
-but sums. The products of an e2m1 and a scale of eight bits are exact in bfloat16, and so are multiplied as they are.
+but sums. Of many tokens there are more sums than numbers: there the numbers of four bits with zeros are scaled, and
+rounded as a copy of the weight would be. The products of an e2m1 and a scale of eight bits are exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
-MOST_GROUPS = 2  # of one step, if sums are scaled: each takes columns of its own in the product
 MANY = 64  # tokens; of more, several tiles read the same rows of the weight
 MAX_PIECES = {16: 6, 32: 4, 64: 4}  # by the tokens of a tile: the next kernel has to add them
 LEAST_INPUTS = 1024  # of a piece
@@ -45,15 +45,23 @@ def step_of(weight: GroupWeight, dtype: torch.dtype) -> int | None:
     if weight.in_features % BLOCK or (group % BLOCK and not (is_first and group == 16)):
         return None
     for step in (128, 64, 32):
-        if group % step == 0 or (step % group == 0 and (is_first or step // group <= MOST_GROUPS)):
+        if group % step == 0 or (step % group == 0 and (is_first or (step == 2 * group and _has_pairs(weight)))):
             return step
     return None
+
+
+def _has_pairs(weight: GroupWeight) -> bool:
+    """Return whether the kernel can load the scales of two groups, and their zeros, as one number each."""
+    groups = weight.in_features // weight.group
+    parts = [part for part in (weight.scales, weight.zeros) if part is not None]
+    return groups % 2 == 0 and all(part.is_contiguous() and part.itemsize <= 2 for part in parts)
 
 
 def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     """Return the configuration for what can_multiply says.
 
-    All were measured on an H100 with groups of 128, those of int4 for up to 64 tokens again on an H200.
+    All were measured on an H100 with groups of 128, those of int4 for up to 64 tokens again on an H200, and there those
+    with zeros: numbers would go through shared memory if a program had as many rows as threads.
     """
     step = step_of(weight, x.dtype)
     assert step is not None
@@ -62,6 +70,12 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     def programs(block_m: int, block_n: int) -> int:
         return cdiv(tokens, block_m) * cdiv(weight_rows, block_n)
 
+    if tokens > MANY and weight.zeros is not None:
+        if tokens > 4 * MANY and not may_split:
+            return TileConfig(256, 128, warps=8, stages=3)
+        block_m, together = (64, 3) if tokens <= 2 * MANY else (128, 2)
+        most = together * multiprocessors // programs(block_m, 64) if may_split else 1
+        return TileConfig(block_m, 64, pieces=_pieces(weight, step, most), stages=3)
     if tokens > MANY:
         if may_split:
             pieces = _pieces(weight, step, 2 * multiprocessors // programs(64, 128))
@@ -71,7 +85,7 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
     is_int4 = weight.numbers == "int4"
-    if block_m < 64 and tiles > 2 * multiprocessors:
+    if block_m < 64 and tiles > 2 * multiprocessors and weight.zeros is None:
         warps, stages = (4, 4) if is_int4 else (8, 5)
         return TileConfig(block_m, 128, warps=warps, stages=stages, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
@@ -107,9 +121,8 @@ def one_wave_triton(
     out = torch.empty((config.pieces, len(x), rows), dtype=out_dtype, device=x.device)
     step = step_of(weight, x.dtype)
     assert step is not None
-    operand = group_operand(weight, x, step)
-    groups = 1 if operand.form.scales_first else operand.form.groups
-    stage = step * (config.block_m * groups * x.itemsize + config.block_n * BITS[weight.numbers] // 8)
+    operand = group_operand(weight, x, step, in_order)
+    stage = step * (config.block_m * x.itemsize + config.block_n * BITS[weight.numbers] // 8)
     # Unpacked, the numbers may go through shared memory.
     room, tile = shared_memory(x.device), config.block_n * step * x.itemsize
     stages = max(min(config.stages, room // stage, (room - tile) // stage + 1), 1)
@@ -135,25 +148,30 @@ class GroupParts(NamedTuple):
 class GroupForm:
     """What the kernel is compiled for; numbers, group: of groups.GroupWeight
 
-    groups: that are multiplied at once; scales_first: groups.scales_are_exact; native: on a GPU
+    scales_first: the numbers are scaled, and rounded unless groups.scales_are_exact; else their sums are
+    halves: of the inputs that are loaded at once, each half has a group; native: on a GPU
     """
 
     numbers: Numbers
     group: int
-    groups: int
     scales_first: bool
+    halves: bool
     native: bool
 
 
-def group_operand(weight: GroupWeight, x: Tensor, step: int) -> Operand:
-    """Return the operand of a dense weight for tokens' vectors x. step: the inputs that are multiplied at once"""
+def group_operand(weight: GroupWeight, x: Tensor, step: int, in_order: bool = False) -> Operand:
+    """Return the operand of a dense weight for tokens' vectors x.
+
+    step: the inputs that are multiplied at once; in_order: whatever the number of tokens, sums are scaled, or numbers
+    """
     assert weight.words.is_contiguous()
     scales, zeros = readable(weight.scales), weight.zeros
     scales_row, scales_group = scales.stride()
     zeros_row, zeros_group = (None, None) if zeros is None else zeros.stride()
     parts = GroupParts(scales, zeros, scales_row, scales_group, zeros_row, zeros_group, weight.words.shape[1])
-    groups, is_first = max(step // weight.group, 1), scales_are_exact(weight, x.dtype)
-    form = GroupForm(weight.numbers, weight.group, groups, is_first, x.is_cuda)
+    is_exact = scales_are_exact(weight, x.dtype)
+    is_first = is_exact or (zeros is not None and weight.numbers == "int4" and len(x) > 2 * MANY and not in_order)
+    form = GroupForm(weight.numbers, weight.group, is_first, step > weight.group and not is_exact, x.is_cuda)
     return Operand(weight.words, parts, form, _add_products, len(weight.words), weight.in_features, apart=False)
 
 
@@ -168,63 +186,117 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     parts, in_features, rows = product.parts, product.in_features, product.rows
     PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8
     K: tl.constexpr = HOW.block_k
-    WORDS: tl.constexpr = K // PER_WORD
-    COLUMNS: tl.constexpr = 1 if FORM.scales_first else FORM.groups  # of the product, for each token
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    HALVES: tl.constexpr = FORM.halves
+    SPAN: tl.constexpr = K // 2 if HALVES else K  # inputs of a product, which have a group's scale, or those of several
     n = tl.minimum(tile.rows, rows - 1)[:, None]
     row_ptrs = words_ptr + n * parts.row_words
     if HOW.fetched > 0:
         line = tile.begin // PER_WORD + tl.arange(0, HOW.fetched) * LINE
         fetch(row_ptrs + tl.minimum(line, parts.row_words - 1)[None, :], EARLY)
     groups = in_features // GROUP
-    scale_ptrs = parts.scales + n * parts.scales_row
-    next_scales = load_groups(scale_ptrs, parts.scales_group, tile.begin, groups, GROUP, K)
+    scales = parts.scales + n * parts.scales_row, parts.scales_group, groups
+    zeros = None
     if parts.zeros is not None:
-        zero_ptrs = parts.zeros + n * parts.zeros_row
-        next_zeros = load_groups(zero_ptrs, parts.zeros_group, tile.begin, groups, GROUP, K)
+        zeros = parts.zeros + n * parts.zeros_row, parts.zeros_group, groups
+    next_scales = load_scales(scales, tile.begin, FORM, K)
+    if parts.zeros is not None and HALVES:
+        next_zero = load_scales(zeros, tile.begin, FORM, K)
     wait_for_predecessor(EARLY)
 
-    k, word = tl.arange(0, K), tl.arange(0, WORDS)
-    column = tl.arange(0, M * COLUMNS)
-    m = tile.first + column // COLUMNS
+    k, word = tl.arange(0, SPAN), tl.arange(0, K // PER_WORD)
+    m = tile.first + tl.arange(0, M)
     x_mask = (m < tile.end)[:, None]
-    if COLUMNS > 1:
-        x_mask = x_mask & (k[None, :] // GROUP == (column % COLUMNS)[:, None])
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
     acc = tl.zeros([N, M], tl.float32)
     for start in range(tile.begin, tile.stop, K):
         first_word = start // PER_WORD
         if HOW.whole:
-            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
             words = tl.load(row_ptrs + (first_word + word)[None, :])
         else:
-            x = tl.load(x_ptrs + start, mask=x_mask & (start + k < in_features)[None, :], other=0.0)
             is_word = (first_word + word < parts.row_words)[None, :]
             words = tl.load(row_ptrs + (first_word + word)[None, :], mask=is_word, other=0)
-        scales, zeros, after = next_scales, None, start + K
-        next_scales = load_groups(scale_ptrs, parts.scales_group, after, groups, GROUP, K)
-        if parts.zeros is not None:
-            zeros = spread(next_zeros.to(tl.int32), WORDS)
-            next_zeros = load_groups(zero_ptrs, parts.zeros_group, after, groups, GROUP, K)
-        if FORM.scales_first:
-            factors = spread_factors(narrow(scales, DTYPE), WORDS, K // FORM.groups)
-            weight = unpack_tile(words, zeros, factors, NUMBERS, DTYPE, FORM.native)
-            acc = tl.dot(weight, tl.trans(x), acc)
+        x = _load_inputs(x_ptrs, start, x_mask, in_features, HOW.whole, SPAN)
+        if HALVES:
+            second_x = _load_inputs(x_ptrs, start + SPAN, x_mask, in_features, HOW.whole, SPAN)
+            words, second_words = tl.split(tl.permute(tl.reshape(words, [N, 2, SPAN // PER_WORD]), (0, 2, 1)))
+        now, next_scales = next_scales, load_scales(scales, start + K, FORM, K)
+        zero = None
+        if parts.zeros is not None and HALVES:
+            zero, next_zero = next_zero, load_scales(zeros, start + K, FORM, K)
+        elif parts.zeros is not None:  # loaded a step before, they would send the numbers through shared memory
+            zero = load_scales(zeros, start, FORM, K)
+        if HALVES:
+            first_scales, second_scales = halve(now, parts.scales.dtype.element_ty)
+            second_zero = None
+            if parts.zeros is not None:
+                zero, second_zero = halve(zero, parts.zeros.dtype.element_ty)
+            acc = _add_group(acc, words, x, first_scales, zero, HOW)
+            acc = _add_group(acc, second_words, second_x, second_scales, second_zero, HOW)
         else:
-            sums = tl.dot(unpack_tile(words, zeros, None, NUMBERS, DTYPE, FORM.native), tl.trans(x))
-            if COLUMNS == 1:
-                acc += sums * widen(scales)
-            else:
-                of_groups = tl.reshape(sums, [N, M, COLUMNS]) * widen(scales)[:, None, :]
-                acc += tl.sum(of_groups, axis=2)
+            acc = _add_group(acc, words, x, now, zero, HOW)
     return acc, acc
 
 
 @triton.jit
-def load_groups(row_ptrs, stride, start, groups, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load what the groups of a step's inputs have, [rows, groups]; row_ptrs: [rows, 1]; past the end, the last's."""
-    group = start // GROUP + tl.arange(0, BLOCK_K // GROUP if GROUP < BLOCK_K else 1)
-    return tl.load(row_ptrs + tl.minimum(group, groups - 1)[None, :] * stride)
+def _load_inputs(x_ptrs, start, x_mask, in_features, WHOLE: tl.constexpr, SPAN: tl.constexpr):
+    """Load the inputs of some tokens from `start` on, [tokens, SPAN]; those past the end are 0."""
+    if WHOLE:
+        return tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+    else:
+        exists = (start + tl.arange(0, SPAN) < in_features)[None, :]
+        return tl.load(x_ptrs + start, mask=x_mask & exists, other=0.0)
+
+
+@triton.jit
+def _add_group(acc, words, x, scales, zeros, HOW: tl.constexpr):
+    """Add the product of some words, [rows, words], with inputs, [tokens, inputs].
+
+    scales, zeros: of their group; or, where scales multiply the numbers, those of several, [rows, groups]
+    """
+    FORM: tl.constexpr = HOW.form
+    NUMBERS: tl.constexpr = FORM.numbers
+    SPAN: tl.constexpr = x.shape[1]
+    zero = zeros if zeros is None else zeros.to(tl.int32)
+    if FORM.scales_first:
+        COUNT: tl.constexpr = scales.shape[1]
+        factors = spread_factors(narrow(scales, x.dtype), words.shape[1], SPAN // COUNT)
+        weight = unpack_tile(words, zero, factors, NUMBERS, x.dtype, FORM.native)
+        return tl.dot(weight, tl.trans(x), acc)
+    else:
+        sums = tl.dot(unpack_tile(words, zero, None, NUMBERS, x.dtype, FORM.native), tl.trans(x))
+        return acc + sums * widen(scales)
+
+
+@triton.jit
+def load_scales(of_rows, start, FORM: tl.constexpr, K: tl.constexpr):
+    """Load what the groups of a step's inputs have, [rows, groups]; of halves two are one number, [rows, 1]."""
+    ptrs, _, groups = of_rows
+    if FORM.halves:
+        WIDE: tl.constexpr = tl.uint16 if ptrs.dtype.element_ty.primitive_bitwidth == 8 else tl.uint32
+        return tl.load((ptrs + tl.minimum(start // FORM.group, groups - 2)).to(tl.pointer_type(WIDE)))
+    else:
+        return load_groups(of_rows, start, FORM.group, K)
+
+
+@triton.jit
+def halve(both, DTYPE: tl.constexpr):
+    """Return the two scales, or zeros, that load_scales loaded as one number."""
+    if DTYPE.primitive_bitwidth == 8:
+        first, second = (both & 0xFF).to(tl.uint8), (both >> 8).to(tl.uint8)
+    else:
+        first, second = (both & 0xFFFF).to(tl.uint16), (both >> 16).to(tl.uint16)
+    return first.to(DTYPE, bitcast=True), second.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def load_groups(of_rows, start, GROUP: tl.constexpr, SPAN: tl.constexpr):
+    """Load what the groups of some inputs have, from `start` on, [rows, groups]; past the end, the last's.
+
+    of_rows: pointers to each row's first, [rows, 1]; the stride of a row's groups, and their number
+    """
+    ptrs, stride, groups = of_rows
+    group = start // GROUP + tl.arange(0, SPAN // GROUP if GROUP < SPAN else 1)
+    return tl.load(ptrs + tl.minimum(group, groups - 1)[None, :] * stride)
 
 
 @triton.jit

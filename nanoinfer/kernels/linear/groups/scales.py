@@ -35,9 +35,11 @@ def widen(scales):
 
 @triton.jit
 def narrow(scales, DTYPE: tl.constexpr):
-    """Return scales of eight bits as numbers of DTYPE, exactly, without a conversion on the way if it has 16 bits."""
+    """Return scales as numbers of DTYPE; those of eight bits exactly, without a conversion on the way if it has 16."""
     if tl.float32 == DTYPE:
         return widen(scales)
+    elif scales.dtype.primitive_bitwidth >= 16:
+        return scales.to(DTYPE)
     elif scales.dtype == tl.uint8:
         tl.static_assert(tl.bfloat16 == DTYPE)
         bits = tl.where(scales == 0, 1 << 6, scales.to(tl.int16) << 7)
