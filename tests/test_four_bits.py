@@ -20,6 +20,7 @@ from test_fp8 import of_tokens
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput
+from nanoinfer.weights.formats import table
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import Layout
 
@@ -175,6 +176,24 @@ class TestOnTheFly:
         one, two = (make_llm(f"{folder}/source", **options, tensor_parallel_size=ranks) for ranks in (1, 2))
         assert tokens_of(one) == tokens_of(two)
 
+    @pytest.mark.parametrize("quantization", ["int4", "mxfp4"])
+    @pytest.mark.parametrize(
+        ("module", "name"),
+        [
+            *[
+                (f"self_attn.{one}", "int8")
+                for one in ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "o_proj")
+            ],
+            *[(f"linear_attn.{one}", "int8") for one in ("in_proj_qkv", "in_proj_qkvz", "in_proj_z", "out_proj")],
+            *[(one, None) for one in ("mlp.gate_proj", "mlp.experts.3.gate_proj", "conv.in_proj")],
+            ("linear_attn.in_proj_ba", "the model's dtype"),
+        ],
+    )
+    def test_attention_has_eight_bits(self, module: str, name: str | None, quantization: str) -> None:
+        """The others have four, but for a delta rule's strengths and decays."""
+        format = table.ON_THE_FLY[quantization].of(f"model.layers.1.{module}")
+        assert format.name == (name or {"int4": "int4", "mxfp4": "MXFP4"}[quantization])
+
     @pytest.mark.parametrize("quantization", ON_THE_FLY)
     def test_random_weights(self, quantization: str, make_llm: MakeLLM) -> None:
         llm = make_llm(load_format="dummy", quantization=quantization, **OPTIONS)
@@ -248,7 +267,9 @@ class TestChanges:
         llm.update_weights(dict(reversed(load_file(f"{folder}/model.safetensors").items())))
         assert tokens_of(llm) == expected
 
-    @pytest.mark.parametrize("name", ["int4 groups", "mxfp4", *whole_only(["gptq", "int8 groups"])])
+    @pytest.mark.parametrize(
+        "name", ["int4 groups", "int4 with zeros", *whole_only(["mxfp4", "awq", "gptq", "int8 groups"])]
+    )
     @pytest.mark.parametrize("family", ["qwen3", *whole_only(["qwen3moe"])])
     def test_plain_weights_are_rounded(self, family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
         """Into the groups of the checkpoint, of which they may also replace some."""
@@ -264,13 +285,13 @@ class TestChanges:
         llm.update_weights({matrix: source[matrix]}, partial=True)
         assert tokens_of(llm)
 
-    @pytest.mark.parametrize("name", ["int4 with zeros", "gptq act order", "awq", "nvfp4"])
+    @pytest.mark.parametrize("name", ["gptq act order", "nvfp4"])
     def test_plain_weights_are_refused(self, name: str, write: Write, make_llm: MakeLLM) -> None:
         folder, dense = write("qwen3", PUBLISHED[name])
         llm = make_llm(folder, **OPTIONS)
         expected = tokens_of(llm)
         matrix = "model.layers.1.self_attn.o_proj.weight"
-        message = rf"{matrix}: weights in (int4|GPTQ|AWQ|NVFP4) cannot be rounded from others: they must come as"
+        message = rf"{matrix}: weights in (GPTQ|NVFP4) cannot be rounded from others: they must come as"
         with pytest.raises(ValueError, match=message):
             llm.update_weights({matrix: load_file(f"{dense}/model.safetensors")[matrix]}, partial=True)
         llm.load_weights(folder)
@@ -351,7 +372,9 @@ class TestQuality:
     Any four bits a number leave normal weights a noise of a sixteenth at least, and groups of 64 leave one of a tenth.
     """
 
-    @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 1.3)])])
+    @pytest.mark.parametrize(
+        ("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 0.65), ("mxfp4", 1.25)])]
+    )
     def test_perplexity(self, quantization: str, most: float, recited: list[RequestOutput]) -> None:
         plain, rounded = of_tokens(recited), of_tokens(recited, quantization=quantization)
         assert -0.01 < math.expm1((sum(plain) - sum(rounded)) / len(plain)) < most
@@ -463,6 +486,12 @@ class TestBadInput:
     def test_a_format_that_the_checkpoint_has_not(self, write: Write) -> None:
         folder, _ = write("qwen3", PUBLISHED["gptq"])
         with pytest.raises(ValueError, match="quantization='int4': the checkpoint's matrices are in GPTQ already"):
+            LLM(folder, quantization="int4", **OPTIONS)
+
+    def test_a_checkpoint_in_eight_bits_alone(self, write: Write) -> None:
+        """Of what int4 makes, some matrices have eight bits; that does not make all of them right."""
+        folder, _ = write("qwen3", PUBLISHED["int8 groups"])
+        with pytest.raises(ValueError, match="quantization='int4': the checkpoint's matrices are in int8 already"):
             LLM(folder, quantization="int4", **OPTIONS)
 
     def test_gguf(self, tmp_path: Path) -> None:

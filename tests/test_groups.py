@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.groups import E2M1, pack, values_of
-from nanoinfer.kernels.rounding import nearest, round_to_groups, round_to_groups_reference, round_to_groups_triton
+from nanoinfer.kernels.rounding import (
+    RoundedMatrix,
+    nearest,
+    round_to_groups,
+    round_to_groups_reference,
+    round_to_groups_triton,
+)
 from nanoinfer.weights import together
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups import layouts
@@ -276,59 +282,85 @@ class TestRounding:
             for scale in (share * end, -share * end):
                 dense = values_of(nearest(grouped / scale, numbers), numbers) * scale
                 best = best.minimum((dense - grouped).square().sum(-1))
-        found, scales = round_to_groups(weight, 64, numbers, dtype)
-        assert scales.dtype == dtype
-        dense = values_of(found, numbers) * scales.float().repeat_interleave(64, 1)
-        assert (dense - weight).norm() < (1 + more) * best.sum().sqrt()
+        rounded = round_to_groups(weight, 64, numbers, dtype)
+        assert rounded.scales.dtype == dtype
+        assert (dense_of(rounded, numbers) - weight).norm() < (1 + more) * best.sum().sqrt()
+
+    def test_a_zero_is_about_as_good_as_the_best_of_all(self) -> None:
+        weight = torch.randn(64, 512) + torch.randn(64, 8).repeat_interleave(64, 1)
+        grouped = weight.unflatten(1, (-1, 64))
+        reach = (grouped.amax(-1, keepdim=True) - grouped.amin(-1, keepdim=True)) / 15
+        best = torch.full(grouped.shape[:2], torch.inf)
+        for share, zero in product(torch.linspace(0.6, 1.1, 40), torch.arange(16)):
+            dense = values_of(nearest(grouped / (share * reach), "int4", zero), "int4", zero) * share * reach
+            best = best.minimum((dense - grouped).square().sum(-1))
+        errors = [
+            (dense_of(round_to_groups(weight, 64, "int4", torch.bfloat16, has_zeros), "int4") - weight).norm()
+            for has_zeros in (True, False)
+        ]
+        assert errors[0] < 1.02 * best.sum().sqrt() < 0.9 * errors[1]
 
     def test_powers_of_two(self) -> None:
         """The largest numbers may be cut, if the others gain by it."""
         weight = torch.tensor([[7.9, 1.0, 2.0, 3.0, 4.0], [6.9, 1.0, 2.0, 3.0, 1.5]]) / 8
-        found, scales = round_to_groups(weight, 5, "e2m1", torch.uint8)
+        found, scales, _ = round_to_groups(weight, 5, "e2m1", torch.uint8)
         assert scales.flatten().tolist() == [125, 124]
         assert values_of(found, "e2m1").tolist() == [[4.0, 0.5, 1.0, 1.5, 2.0], [6.0, 1.0, 2.0, 3.0, 1.5]]
 
-    @pytest.mark.parametrize("numbers", ["int4", "int8", "e2m1"])
-    def test_what_is_in_the_format_stays(self, numbers: str) -> None:
+    @pytest.mark.parametrize(
+        ("numbers", "has_zeros"), [("int4", False), ("int8", False), ("e2m1", False), ("int4", True), ("int8", True)]
+    )
+    def test_what_is_in_the_format_stays(self, numbers: str, has_zeros: bool) -> None:
         codes = torch.randint(0, 256 if numbers == "int8" else 16, (8, 128))
         codes[:, ::32] = 0 if numbers != "e2m1" else 7
-        weight = values_of(codes, numbers) * 2.0 ** torch.arange(-4, 4).unsqueeze(1)
-        found, scales = round_to_groups(weight, 32, numbers, torch.uint8 if numbers == "e2m1" else torch.float32)
-        wide = scales.float() if numbers != "e2m1" else torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
-        assert torch.equal(values_of(found, numbers) * wide.repeat_interleave(32, 1), weight)
+        codes[:, 1::32] = 255 if numbers == "int8" else 15
+        zeros = torch.randint(0, codes.max(), (8, 4)).repeat_interleave(32, 1) if has_zeros else None
+        weight = values_of(codes, numbers, zeros) * 2.0 ** torch.arange(-4, 4).unsqueeze(1)
+        dtype = torch.uint8 if numbers == "e2m1" else torch.float32
+        assert torch.equal(dense_of(round_to_groups(weight, 32, numbers, dtype, has_zeros), numbers), weight)
 
-    def test_zeros_and_what_is_not_finite(self) -> None:
-        for numbers, dtype in (("int4", torch.float32), ("e2m1", torch.uint8)):
-            found, scales = round_to_groups(torch.zeros(2, 32), 32, numbers, dtype)
-            assert not values_of(found, numbers).any()
-            for bad in (math.nan, math.inf):
-                _, scales = round_to_groups(torch.full((1, 32), bad), 32, numbers, dtype)
-                assert (scales == 255).all() if dtype == torch.uint8 else not scales.isfinite().any()
+    @pytest.mark.parametrize("has_zeros", [False, True])
+    def test_zeros_and_what_is_not_finite(self, has_zeros: bool) -> None:
+        for numbers, dtype in (("int4", torch.float32), *([] if has_zeros else [("e2m1", torch.uint8)])):
+            assert not dense_of(round_to_groups(torch.zeros(2, 32), 32, numbers, dtype, has_zeros), numbers).any()
+            for bad in (math.nan, math.inf, -math.inf):
+                for values in (torch.full((1, 32), bad), torch.cat([torch.full((1, 1), bad), torch.randn(1, 31)], 1)):
+                    _, scales, _ = round_to_groups(values, 32, numbers, dtype, has_zeros)
+                    assert (scales == 255).all() if dtype == torch.uint8 else not scales.isfinite().any()
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_a_group_may_lie_on_one_side_of_zero(self, sign: int) -> None:
+        weight = sign * (torch.rand(4, 64) + 1)
+        dense = dense_of(round_to_groups(weight, 64, "int4", torch.float32, True), "int4")
+        assert (dense - weight).abs().max() < 2 / 15
 
     def test_ties_go_to_even(self) -> None:
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])
         assert nearest(middles, "e2m1").tolist() == [0, 2, 2, 4, 4, 6, 6]
         assert nearest(-middles, "e2m1").tolist() == [8, 10, 10, 12, 12, 14, 14]
 
+    @pytest.mark.parametrize("has_zeros", [False, True])
     @pytest.mark.parametrize("numbers", ["int4", "int8"])
     @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 40)])
-    def test_the_kernel(self, inputs: int, group: int, numbers: str) -> None:
+    def test_the_kernel(self, inputs: int, group: int, numbers: str, has_zeros: bool) -> None:
         """Sums have other last bits than torch's, and so do float32 scales. The numbers are the same, but for ties."""
         weight = torch.randn(70, inputs, device=DEVICE)
         weight[0] = 0
         weight[1, 3], weight[2, 3] = math.nan, math.inf
-        found, scales = round_to_groups_triton(weight, group, numbers, torch.float32)
-        expected, expected_scales = round_to_groups_reference(weight, group, numbers, torch.float32)
-        assert (found[3:] != expected[3:]).float().mean() < 1e-3
-        assert not found[0].sub(expected[0]).any()
-        torch.testing.assert_close(scales[3:], expected_scales[3:], rtol=1e-5, atol=0)
-        assert torch.equal(scales[:3].isfinite(), expected_scales[:3].isfinite())
+        found = round_to_groups_triton(weight, group, numbers, torch.float32, has_zeros)
+        expected = round_to_groups_reference(weight, group, numbers, torch.float32, has_zeros)
+        assert (found.numbers[3:] != expected.numbers[3:]).float().mean() < 1e-3
+        assert torch.equal(found.numbers[0], expected.numbers[0])
+        torch.testing.assert_close(found.scales[3:], expected.scales[3:], rtol=1e-5, atol=0)
+        assert torch.equal(found.scales[:3].isfinite(), expected.scales[:3].isfinite())
+        if has_zeros:
+            assert torch.equal(found.zeros[3:], expected.zeros[3:])
 
-    @pytest.mark.parametrize("numbers", ["int4", "int8"])
+    @pytest.mark.parametrize("layout", [Layout("int4"), Layout("int8"), Layout("int4", group=64, zeros=True)])
     @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 64), (48, 48)])
-    def test_ranks_round_alike(self, numbers: str, inputs: int, group: int) -> None:
-        layout, weight = Layout(numbers), weight_of(16, inputs)
-        assert layout.group_of(inputs) == group
+    def test_ranks_round_alike(self, layout: Layout, inputs: int, group: int) -> None:
+        weight = weight_of(16, inputs)
+        assert layout.group_of(inputs) == min(group, layout.group or group)
         whole = GroupStore([Section("a", 16, (16, inputs), 0)], inputs, layout, "a format")
         fill(whole, {"a.weight": weight}, write_rows)
         for rank in range(2):
@@ -340,6 +372,15 @@ class TestRounding:
             dense = whole.dense(torch.float32)
             assert torch.equal(column.dense(torch.float32), dense[8 * rank : 8 * rank + 8])
             assert torch.equal(row.dense(torch.float32), dense[:, rank * share : (rank + 1) * share])
+
+
+def dense_of(rounded: RoundedMatrix, numbers: str) -> Tensor:
+    """The matrix that was rounded, as its numbers, scales and zeros have it."""
+    found, scales, zeros = rounded
+    wide = torch.ldexp(torch.ones(scales.shape), scales.int() - 127) if numbers == "e2m1" else scales.float()
+    group = found.shape[1] // scales.shape[1]
+    of_zeros = None if zeros is None else zeros.repeat_interleave(group, 1)
+    return values_of(found, numbers, of_zeros) * wide.repeat_interleave(group, 1)
 
 
 class TestBadInput:

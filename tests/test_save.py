@@ -14,7 +14,7 @@ import torch
 from conftest import HAS_CUDA, Oracle, greedy, of_each_kind
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -140,9 +140,7 @@ def test_each_format_is_read_as_it_was_rounded(
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    of_each_kind(
-        [("phi4-14b", "fp8"), *((name, kind) for name in ("tiny", "30b-a3b") for kind in ("fp8", "int4", "int8"))], 0
-    ),
+    of_each_kind([("phi4-14b", "fp8"), *((name, kind) for name in ("tiny", "30b-a3b") for kind in ("fp8", "int8"))], 0),
 )
 def test_transformers_reads_each_format(name: str, quantization: str, run: Run, make_llm: Callable[..., LLM]) -> None:
     if quantization == "fp8":
@@ -151,6 +149,32 @@ def test_transformers_reads_each_format(name: str, quantization: str, run: Run, 
         pytest.importorskip("kernels", reason="on a GPU, transformers multiplies FP8 by the package kernels")
     folder = run(f"--config {name} --quantization {quantization}")
     assert tokens_of(make_llm(folder, device="cpu")) == theirs(loaded(folder))
+
+
+@pytest.mark.parametrize("quantization", of_each_kind(zip(["int4", "int8"]), 0))
+def test_compressed_tensors_reads_each_matrix(quantization: str, run: Run, make_llm: Callable[..., LLM]) -> None:
+    """By transformers, it cannot load zero points that are packed, though it packs them."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install -e '.[test]'")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    folder = run(f"--config tiny --quantization {quantization}")
+    tensors, config = load_file(f"{folder}/model.safetensors"), AutoConfig.from_pretrained(folder)
+    settings = QuantizationConfig.model_validate(config.quantization_config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        apply_quantization_config(model, settings)
+    state = {name: tensor for name, tensor in tensors.items() if name in dict(model.named_parameters())}
+    for name, module in model.named_modules():
+        if scheme := getattr(module, "quantization_scheme", None):
+            own = {
+                key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")
+            }
+            state[f"{name}.weight"] = PackedQuantizationCompressor.decompress(own, scheme)["weight"].float()
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert plain.load_state_dict(state, strict=False).missing_keys in ([], ["lm_head.weight"])
+    assert tokens_of(make_llm(folder, device="cpu")) == theirs(plain)
 
 
 @pytest.mark.whole
@@ -169,7 +193,7 @@ def test_skewed_routers(run: Run, drawn: Callable[..., LLM], make_llm: Callable[
     assert tokens_of(make_llm(folder, device="cpu")) == tokens_of(drawn("30b-a3b", load_format="dummy_skewed"))
 
 
-@pytest.mark.parametrize("quantization", of_each_kind(zip([None, "int4", "fp8"]), 0))
+@pytest.mark.parametrize("quantization", of_each_kind(zip([None, "int8", "fp8"]), 0))
 def test_a_model_that_sees(quantization: str | None, run: Run, drawn: Callable[..., LLM]) -> None:
     pytest.importorskip("PIL", reason="needs pillow: pip install -e '.[test]'")
     folder = run("--config tiny-vl" + (f" --quantization {quantization}" if quantization else ""))

@@ -94,23 +94,20 @@ def scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:
     return weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
 
 
-def values_of(numbers: Tensor, kind: Numbers) -> Tensor:
-    """Return what numbers, of any integer type, stand for, as float32, if their scale is 1 and their zero the middle.
+def values_of(numbers: Tensor, kind: Numbers, zeros: Tensor | None = None) -> Tensor:
+    """Return what numbers, of any integer type, stand for, as float32, if their scale is 1. The shape stays.
 
-    The shape stays.
+    zeros: of integers; None: half of what their bits count to
     """
     if kind != "e2m1":
-        return numbers.float().sub_(1 << BITS[kind] - 1)
+        return numbers.float().sub_(1 << BITS[kind] - 1 if zeros is None else zeros)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
     return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
 
 
 def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
-    numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features)
-    values = values_of(numbers, weight.numbers) if weight.zeros is None else numbers.float()
-    of_groups = values.unflatten(-1, (-1, weight.group))
-    if weight.zeros is not None:
-        of_groups -= weight.zeros.float().unsqueeze(-1)
-    of_groups *= scales_of(weight).unsqueeze(-1)
-    return values.to(dtype)
+    numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features).unflatten(-1, (-1, weight.group))
+    zeros = None if weight.zeros is None else weight.zeros.unsqueeze(-1)
+    values = values_of(numbers, weight.numbers, zeros).mul_(scales_of(weight).unsqueeze(-1))
+    return values.flatten(-2).to(dtype)

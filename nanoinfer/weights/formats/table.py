@@ -11,12 +11,13 @@ import torch
 from nanoinfer.checks import short
 from nanoinfer.hub import CONVERT
 from nanoinfer.weights.formats.compressed_tensors import read_compressed
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats, all_in
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.formats import ALL, KEPT, PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.reading import read_fp8
 from nanoinfer.weights.formats.gptq import read_auto_round, read_awq, read_gptq
 from nanoinfer.weights.formats.groups.format import GroupFormat
-from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.layout import GROUP, Layout
 from nanoinfer.weights.formats.groups.layouts import GPT_OSS, MXFP4_GROUP
 from nanoinfer.weights.formats.groups.reading import beginning
 from nanoinfer.weights.formats.modelopt import read_modelopt
@@ -50,12 +51,24 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "mxfp4": _read_gpt_oss,
 }
 
+INT8 = GroupFormat("int8", Layout("int8"))
+INT4 = GroupFormat("int4", Layout("int4", group=GROUP, zeros=True))
+MXFP4 = GroupFormat("MXFP4", Layout("e2m1", group=MXFP4_GROUP, scales=torch.uint8))
+# Attention, and what a recurrence has in its place, which bear less noise than MLPs.
+ATTENTION = r"re:.*\b(self|linear)_attn\."
+
+
+def _in_four_bits(format: Format) -> Formats:
+    """Return the formats of a model whose matrices have one of four bits, but for attention."""
+    return Formats(((KEPT, PLAIN), ((ATTENTION,), INT8), ((ALL,), format)))
+
+
 # By the option's value: the formats of a model whose matrices are quantized as they load.
 ON_THE_FLY: dict[str, Formats] = {
     "fp8": all_in(Fp8Format()),
-    "int4": all_in(GroupFormat("int4", Layout("int4"))),
-    "int8": all_in(GroupFormat("int8", Layout("int8"))),
-    "mxfp4": all_in(GroupFormat("MXFP4", Layout("e2m1", group=MXFP4_GROUP, scales=torch.uint8))),
+    "int4": _in_four_bits(INT4),
+    "int8": all_in(INT8),
+    "mxfp4": _in_four_bits(MXFP4),
 }
 
 
@@ -85,8 +98,8 @@ def quantized_as_loaded(formats: Formats, quantization: str) -> Formats:
     made = replace(ON_THE_FLY[quantization], rotations=formats.rotations)
     if not formats.quantized:
         return made
-    names = [format.name for format in formats.quantized]
-    if names != [format.name for format in made.quantized]:
+    names, own = ({format.name: None for format in some.quantized} for some in (formats, made))
+    if not names.keys() <= own.keys() or list(own)[-1] not in names:
         raise ValueError(
             f"quantization={quantization!r}: the checkpoint's matrices are in {' and '.join(names)} already; leave it"
             " out"

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from nanoinfer.kernels.groups import Numbers
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
 from nanoinfer.weights.formats.groups.parts import Rounded
+from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.shards import Table
 
 WEIGHT = ".weight"
-# What compressed-tensors says of our groups, by the value of the option `quantization`.
-GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+# What compressed-tensors says of our groups: their packing, and their numbers.
+GROUPS: dict[Numbers, tuple[str, dict[str, Any]]] = {
     "int4": ("pack-quantized", {"type": "int", "num_bits": 4}),
     "int8": ("pack-quantized", {"type": "int", "num_bits": 8}),
-    "mxfp4": ("mxfp4-pack-quantized", {"type": "float", "num_bits": 4, "scale_dtype": "torch.uint8"}),
+    "e2m1": ("mxfp4-pack-quantized", {"type": "float", "num_bits": 4, "scale_dtype": "torch.uint8"}),
 }
+
+
+class Kind(NamedTuple):
+    """What sets matrices apart; group: how many of the inputs share a scale"""
+
+    numbers: Numbers
+    group: int
+    has_zeros: bool
 
 
 def config_of(quantization: str, table: Table, rename: Callable[[str], str]) -> dict[str, Any]:
@@ -34,13 +44,13 @@ def config_of(quantization: str, table: Table, rename: Callable[[str], str]) -> 
         for name, shard in renamed.items()
         if isinstance(shard.target, Tensor) and len(shard.shape) == 2
     ]
-    if quantization in GROUPS:
-        groups = {
-            name.removesuffix(WEIGHT): shard.target.store.own_group
-            for name, shard in renamed.items()
-            if isinstance(shard.target, Rounded)
-        }
-        return _compressed(*GROUPS[quantization], groups, plain)
+    kinds = {
+        name.removesuffix(WEIGHT): _kind_of(shard.target.store)
+        for name, shard in renamed.items()
+        if isinstance(shard.target, Rounded)
+    }
+    if kinds:
+        return _compressed(kinds, plain)
     assert quantization == "fp8"
     return {
         "quant_method": "fp8",
@@ -51,32 +61,34 @@ def config_of(quantization: str, table: Table, rename: Callable[[str], str]) -> 
     }
 
 
-def _compressed(
-    packing: str, numbers: Mapping[str, Any], groups: Mapping[str, int], plain: list[str]
-) -> dict[str, Any]:
-    """Return that of compressed-tensors.
+def _kind_of(store: GroupStore) -> Kind:
+    return Kind(store.layout.numbers, store.own_group, store.zeros is not None)
 
-    groups: how many inputs of each matrix share a scale; plain: the matrices that are not quantized
-    """
-    of_size = defaultdict(list)
-    for name, size in groups.items():
-        of_size[size].append(name)
-    *others, most = sorted(of_size, key=lambda size: len(of_size[size]))
-    targets = {**{size: of_size[size] for size in others}, most: ["Linear"]}  # the first that holds decides
+
+def _compressed(kinds: Mapping[str, Kind], plain: list[str]) -> dict[str, Any]:
+    """Return that of compressed-tensors. kinds: of each matrix; plain: the matrices that are not quantized"""
+    of_kind = defaultdict(list)
+    for name, kind in kinds.items():
+        of_kind[kind].append(name)
+    *others, most = sorted(of_kind, key=lambda kind: len(of_kind[kind]))
+    targets = {**{kind: of_kind[kind] for kind in others}, most: ["Linear"]}  # the first that holds decides
+    packings = {GROUPS[kind.numbers][0] for kind in targets}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": packing,
-        "config_groups": {
-            f"group_{number}": {
-                "targets": targets[size],
-                "weights": {
-                    **numbers, "symmetric": True, "dynamic": False, "strategy": "group", "group_size": size,
-                },
-                "input_activations": None,
-                "output_activations": None,
-            }
-            for number, size in enumerate(targets)
-        },
+        "format": packings.pop() if len(packings) == 1 else "mixed-precision",
+        "config_groups": {f"group_{number}": _group(kind, targets[kind]) for number, kind in enumerate(targets)},
         "ignore": plain,
-    }  # fmt: skip
+    }
+
+
+def _group(kind: Kind, targets: list[str]) -> dict[str, Any]:
+    packing, numbers = GROUPS[kind.numbers]
+    how = {"symmetric": not kind.has_zeros, "dynamic": False, "strategy": "group", "group_size": kind.group}
+    return {
+        "targets": targets,
+        "weights": {**numbers, **how},
+        "input_activations": None,
+        "output_activations": None,
+        "format": packing,
+    }

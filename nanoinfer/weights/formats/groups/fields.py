@@ -138,7 +138,9 @@ class Field:
         return upright if self.along_inputs is None else self.along_inputs.unpack(upright)
 
     def packed(self, numbers: Tensor) -> Tensor:
-        """Return what a tensor of numbers has for [outputs, inputs], if it packs them along the inputs."""
+        """Return what a tensor of numbers or zeros has for [outputs, inputs], or groups, if it packs them."""
+        if self.along_outputs is not None:
+            return self.along_outputs.pack(numbers.mT).mT
         assert self.along_inputs is not None
         integers = self.along_inputs.pack(numbers)
         return integers if self.block is None else integers.unflatten(-1, (-1, self.block))

@@ -173,15 +173,16 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the checkpoint's tensor, of numbers or scales."""
-        packing = self.field.along_inputs
-        return self.store.scales.dtype if packing is None or self.field.fills == "scales" else packing.dtype
+        """That of the checkpoint's tensor, of numbers, scales or zeros."""
+        packing = self.field.along_inputs or self.field.along_outputs
+        return self.store.scales.dtype if packing is None else packing.dtype
 
     def copy_to(self, stored: Tensor) -> None:
-        """Write the numbers, or the scales, of these rows, all of whose inputs this rank has."""
+        """Write the numbers, scales or zeros of these rows, all of whose inputs this rank has."""
         store, rows = self.store, self.rows
-        if self.field.fills == "scales":
-            stored.copy_(store.scales[rows, :: store.own_group // store.group])
+        if self.field.fills in ("scales", "zeros"):
+            of_groups = getattr(store, TARGETS[self.field.fills])[rows, :: store.own_group // store.group]
+            stored.copy_(of_groups if self.field.fills == "scales" else self.field.packed(of_groups))
             return
         assert self.field.fills == "numbers"
         assert store.order is None
@@ -234,10 +235,13 @@ class Rounded:
     def _round(self, rows: slice, values: Tensor) -> None:
         store, own = self.store, self.own[1]
         padded = F.pad(values, (0, -values.shape[1] % store.own_group))
-        numbers, scales = round_to_groups(padded, store.own_group, store.layout.numbers, store.scales.dtype)
+        how = store.own_group, store.layout.numbers, store.scales.dtype, store.zeros is not None
+        numbers, scales, zeros = round_to_groups(padded, *how)
         first = own.start - self.cover.start
         store.write_numbers(rows, range(len(own)), numbers[:, first : first + len(own)])
         store.write_scales(rows, own, scales)
+        if zeros is not None:
+            store.write_scales(rows, own, zeros, zeros=True)
 
     def unpacked(self) -> Tensor:
         """Return the scales of these rows: only they can be infinite."""
