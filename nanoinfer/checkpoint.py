@@ -12,7 +12,7 @@ import torch
 from nanoinfer.checks import as_int, check_choice, check_settings
 from nanoinfer.drafting.tokens import check_tokens
 from nanoinfer.generation_config import read_generation_config
-from nanoinfer.hub import CONVERT, GGUF, reason_of
+from nanoinfer.hub import GGUF, NO_GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
@@ -110,7 +110,7 @@ def _read_config(folder: str) -> PretrainedConfig:
     file = Path(folder) / "config.json"
     if not file.is_file():
         if any(Path(folder).glob(f"*{GGUF}")):
-            raise ValueError(f"model={folder!r}: the folder has no config.json; nanoinfer reads no GGUF; {CONVERT}")
+            raise ValueError(f"model={folder!r}: the folder has no config.json; {NO_GGUF}")
         raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
         architectures = json.loads(file.read_text("utf-8")).get("architectures") or []

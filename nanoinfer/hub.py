@@ -18,6 +18,10 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 CONVERT = (
     "convert it with llm-compressor, GPTQModel or AutoRound, or take the checkpoint of 16 bits with quantization='int4'"
 )
+NO_GGUF = (
+    "nanoinfer reads no GGUF; AutoModelForCausalLM.from_pretrained(folder, gguf_file=...) of transformers does, and"
+    " save_pretrained writes what nanoinfer reads, as AutoTokenizer's does"
+)
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 
 
@@ -50,7 +54,7 @@ def find_folder(
             )
         return str(folder)
     if is_file and folder.suffix == GGUF:
-        raise ValueError(f"{option}={str(source)!r}: nanoinfer reads no GGUF; {CONVERT}")
+        raise ValueError(f"{option}={str(source)!r}: {NO_GGUF}")
     if is_file:
         whose = f"the {kind or option}'s"
         raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds {whose} files")

@@ -498,5 +498,11 @@ class TestBadInput:
         file = tmp_path / "model.gguf"
         file.write_bytes(b"GGUF")
         for model in (file, tmp_path):
-            with pytest.raises(ValueError, match="nanoinfer reads no GGUF; convert it with llm-compressor"):
+            with pytest.raises(ValueError, match=r"nanoinfer reads no GGUF; .*from_pretrained\(folder, gguf_file="):
                 LLM(str(model), **OPTIONS)
+
+    def test_gguf_beside_a_config(self, write: Write) -> None:
+        folder, _ = write("qwen3", PUBLISHED["gptq"])
+        (Path(folder) / "model.safetensors").rename(Path(folder) / "model.gguf")
+        with pytest.raises(ValueError, match=r"the folder has no \*.safetensors file; nanoinfer reads no GGUF"):
+            LLM(folder, **OPTIONS)

@@ -210,6 +210,8 @@ class TestErrors:
                 ["is [1, {'a: b': 2}]: must be a JSON object", "is 'text': must be a JSON object"],
             ),
             ("an earlier line has its id ...", ["an earlier line has its id 'a'", "an earlier line has its id 7"]),
+            ("... has no chat template", ["'/x' has no chat template: give", '"it\'s: y" has no chat template: give']),
+            ("... has no tool ...", [r"'a \'b\' has' has no tool 'c'", "'' has no tool 'd': no"]),
             ("unknown argument ...", ["unknown argument 'max_new_tokens': did you mean 'max_tokens'"]),
             ("a batch file's results come whole", ["a batch file's  results\ncome whole"]),
         ],

@@ -15,6 +15,7 @@ MOST_CHARACTERS = 80  # of a kind's name
 OTHERS = "others"
 RULE = ": must "  # begins what a value should have been, in our messages
 # What differs among errors of a kind: a setting's value, a quoted or bracketed one and all behind it, a number.
+FIRST = re.compile(r"""^(['"])(?:\\.|(?!\1).)*\1(?=\s)""", re.DOTALL)  # a quoted value before the words
 VALUE = re.compile(r"(?<=\w=).*|(?<![\w\[])['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DOTALL)
 
 
@@ -22,8 +23,10 @@ def kind_of(reason: str) -> str:
     """Return what the reasons of one kind share: the words before the first ": ", with "..." for each value.
 
     Where they end in a value, the rule that it breaks comes behind them. So "prompt has 9 tokens: must be ..." is of
-    the kind "prompt has ... tokens", and "n=0: must be at least 1" of "n=...: must be at least ...".
+    the kind "prompt has ... tokens", "n=0: must be at least 1" of "n=...: must be at least ...", and "'a' is unknown"
+    of "... is unknown".
     """
+    reason = FIRST.sub("...", reason)
     clause = VALUE.sub("...", reason).split(": ")[0]
     _, is_known, rule = reason.rpartition(RULE)
     if clause.endswith("...") and is_known:

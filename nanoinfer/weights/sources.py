@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoinfer.checks import short
+from nanoinfer.hub import GGUF, NO_GGUF
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.pinned import Uploads
@@ -297,9 +298,9 @@ def _choose_files(folder: Path, what: str) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.is_file():
         others = sorted(file.name for file in folder.glob("*.safetensors"))
-        lacks = (
-            f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}" if others else "no *.safetensors file"
-        )
+        lacks = f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}"
+        if not others:
+            lacks = "no *.safetensors file" + (f"; {NO_GGUF}" if any(folder.glob(f"*{GGUF}")) else "")
         raise ValueError(f"{what}: the folder has {lacks}")
     for name in (names := _read_index(index)):
         if not (folder / name).is_file():
