@@ -14,8 +14,8 @@ MOST_KEPT = 100  # errors whose messages are kept
 MOST_CHARACTERS = 80  # of a kind's name
 OTHERS = "others"
 RULE = ": must "  # begins what a value should have been, in our messages
-# What differs among errors of a kind: a setting's value, a quoted or bracketed one and all behind it, a number.
 FIRST = re.compile(r"""^(['"])(?:\\.|(?!\1).)*\1(?=\s)""", re.DOTALL)  # a quoted value before the words
+# What differs among errors of a kind: a setting's value, a quoted or bracketed one and all behind it, a number.
 VALUE = re.compile(r"(?<=\w=).*|(?<![\w\[])['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DOTALL)
 
 

@@ -144,11 +144,11 @@ def _tower_table(config: Config, device: torch.device) -> Table:
 
 
 def _complete(file: Path, quantization: str | None, dtype: str, table: Table, rename: Callable[[str], str]) -> None:
-    """Let a shape's config.json say how its weights are stored; the other arguments: as for config_of"""
+    """Let a shape's config.json say how its weights are stored; table, rename: as for config_of"""
     settings = json.loads(file.read_text("utf-8"))
     settings.get("text_config", settings)["torch_dtype"] = dtype
     if quantization is not None and "quantization_config" not in settings:
-        settings["quantization_config"] = config_of(quantization, table, rename)
+        settings["quantization_config"] = config_of(table, rename)
     file.write_text(json.dumps(settings, indent=2), "utf-8")
 
 

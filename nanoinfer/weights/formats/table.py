@@ -98,8 +98,9 @@ def quantized_as_loaded(formats: Formats, quantization: str) -> Formats:
     made = replace(ON_THE_FLY[quantization], rotations=formats.rotations)
     if not formats.quantized:
         return made
-    names, own = ({format.name: None for format in some.quantized} for some in (formats, made))
-    if not names.keys() <= own.keys() or list(own)[-1] not in names:
+    names = list(dict.fromkeys(format.name for format in formats.quantized))
+    own = [format.name for format in made.quantized]
+    if not set(names) <= set(own) or own[-1] not in names:
         raise ValueError(
             f"quantization={quantization!r}: the checkpoint's matrices are in {' and '.join(names)} already; leave it"
             " out"

@@ -31,11 +31,10 @@ class Kind(NamedTuple):
     has_zeros: bool
 
 
-def config_of(quantization: str, table: Table, rename: Callable[[str], str]) -> dict[str, Any]:
+def config_of(table: Table, rename: Callable[[str], str]) -> dict[str, Any]:
     """Return the quantization_config.
 
-    quantization: a name in table.ON_THE_FLY
-    table: of a model whose matrices are quantized so
+    table: of a model whose matrices are quantized as table.ON_THE_FLY has them
     rename: makes a checkpoint's name of one in the table
     """
     renamed = {rename(name): shards[0] for name, shards in table.items() if name.endswith(WEIGHT)}
@@ -51,8 +50,7 @@ def config_of(quantization: str, table: Table, rename: Callable[[str], str]) -> 
     }
     if kinds:
         return _compressed(kinds, plain)
-    assert quantization == "fp8"
-    return {
+    return {  # none is in groups: all are in FP8
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
