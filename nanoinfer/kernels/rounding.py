@@ -181,7 +181,7 @@ def _round_kernel(
     low, high = tl.min(values, axis=1), tl.max(values, axis=1)
     best, least = tl.zeros([BLOCK_G, BLOCK_K], tl.float32), tl.zeros([BLOCK_G], tl.float32)
     taken, zero = tl.zeros([BLOCK_G], scales_ptr.dtype.element_ty), tl.zeros([BLOCK_G], tl.float32)
-    for step in tl.static_range(COUNT):
+    for step in range(COUNT):
         candidate, zeros = _candidate_block(low, high, step, HALF, ENDS, HAS_ZEROS)
         found = _nearest_block(values, candidate, zeros, HALF)
         squares = tl.maximum(tl.sum(found * found, axis=1), 1.0)
@@ -191,12 +191,9 @@ def _round_kernel(
         errors = found * scales[:, None] - values
         error = tl.sum(errors * errors, axis=1)
         found += zeros[:, None]
-        if step == 0:
-            best, least, taken, zero = found, error, stored, zeros
-        else:
-            is_better = error < least
-            best, least = tl.where(is_better[:, None], found, best), tl.where(is_better, error, least)
-            taken, zero = tl.where(is_better, stored, taken), tl.where(is_better, zeros, zero)
+        is_better = (error < least) | (step == 0)
+        best, least = tl.where(is_better[:, None], found, best), tl.where(is_better, error, least)
+        taken, zero = tl.where(is_better, stored, taken), tl.where(is_better, zeros, zero)
     tl.store(numbers_ptr + places, best.to(tl.uint8), mask=mask)
     tl.store(scales_ptr + g, taken, mask=g < groups)
     if HAS_ZEROS:
@@ -204,19 +201,19 @@ def _round_kernel(
 
 
 @triton.jit
-def _candidate_block(low, high, STEP: tl.constexpr, HALF: tl.constexpr, ENDS: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """Return what the candidate number STEP begins with, scales and zeros, [groups] float32 each.
+def _candidate_block(low, high, step, HALF: tl.constexpr, ENDS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Return what a candidate begins with, scales and zeros, [groups] float32 each.
 
     low, high: of the groups' values
     """
     if HAS_ZEROS:
-        low = tl.minimum(low, 0.0) * ((10 - STEP // ENDS) / 10)
-        high = tl.maximum(high, 0.0) * ((10 - STEP % ENDS) / 10)
+        low = tl.minimum(low, 0.0) * (1 - 0.1 * (step // ENDS))  # a division would be less exact
+        high = tl.maximum(high, 0.0) * (1 - 0.1 * (step % ENDS))
         scales = _not_zero_block(tl.div_rn(high - low, tl.full(low.shape, 2.0 * HALF - 1, tl.float32)))
         return scales, tl.clamp(_round(tl.div_rn(-low, scales)), 0.0, 2.0 * HALF - 1)
     else:
         reach = tl.where(high >= -low, high, low) * (-1.0 / HALF)
-        scales = _not_zero_block(reach * ((24 + 2 * STEP) / 32 if STEP < CANDIDATES else HALF / (HALF - 1)))
+        scales = _not_zero_block(reach * tl.where(step < CANDIDATES, (24 + 2 * step) * 0.03125, HALF / (HALF - 1)))
         return scales, tl.full(low.shape, HALF, tl.float32)
 
 
