@@ -468,6 +468,8 @@ class TestBadInput:
             ("gptq", "g_idx", lambda one: one.flip(0), "{}: its number 0 is 2: must be 0"),
             ("int4 groups", "weight_shape", lambda one: one + 1, "{}: its number 0 is 65: must be 64"),
             ("nvfp4", "weight_global_scale", lambda one: one * 0, "{} has numbers that are NaN or infinite"),
+            ("mxfp4", "weight_scale", lambda one: one | 255, "{} has numbers that are NaN or infinite"),
+            ("mxfp4", "weight_scale", lambda one: (one | 255) - 62, "{} has numbers that are NaN or infinite"),
         ],
     )
     def test_tensors(

@@ -15,6 +15,7 @@ from cases.weights import (
     DTYPE,
     GROUPINGS,
     INT4,
+    MXFP4,
     NVFP4,
     SMALL_GROUPS,
     Block,
@@ -40,7 +41,7 @@ from nanoinfer.kernels.fp8 import (
     quantize_reference,
     quantize_triton,
 )
-from nanoinfer.kernels.groups import GroupWeight, dequantize_reference
+from nanoinfer.kernels.groups import LARGEST_POWER, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import is_recording, recording
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul_triton
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
@@ -51,9 +52,10 @@ from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
 from nanoinfer.kernels.linear.groups.one_wave import one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
+from nanoinfer.kernels.linear.groups.tiles import group_operand
 from nanoinfer.kernels.linear.in_order.order import Grouping
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.tiles import TileConfig
+from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
 of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4), ids=str)
@@ -223,6 +225,19 @@ def test_scales_in_fp8_are_bytes_where_triton_lacks_the_type(monkeypatch: pytest
     assert_near(one_row_linear(x[:1], weight), one, most)
     assert_near(group_row_linear(x[:1], weight), one, most)
     assert_near(one_wave_triton(x, weight, TileConfig(16, 64)), expected(x, weight), most)
+
+
+def test_powers_of_two_are_exact_from_the_least_to_the_largest_of_a_weight() -> None:
+    """Each is a row's. Of any other, a product with an e2m1 is beyond bfloat16's range where kernels compute it."""
+    powers = torch.arange(-68, 66, device=DEVICE)
+    weight = draw(MXFP4, len(powers), 64)
+    weight = weight._replace(scales=(powers + 127).to(torch.uint8)[:, None].expand(-1, 2).contiguous())
+    assert 2.0 ** powers[-1].item() == LARGEST_POWER
+    x = torch.eye(64, device=DEVICE, dtype=DTYPE)[:8]
+    operand = group_operand(weight, x, 64, scales_first=True)
+    out = x.new_empty(1, 8, len(powers))
+    multiply_tiles(x, operand, TileConfig(16, 64, 64), out, Epilogue())
+    assert torch.equal(out[0], dequantize_reference(weight, DTYPE)[:, :8].T)
 
 
 class TestEveryWay:

@@ -15,6 +15,7 @@ Numbers = Literal["int4", "int8", "e2m1"]  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 an
 
 BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+LARGEST_POWER = 2.0**65  # of scales that are powers of two: see linear.groups.scales.factors_of
 SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # standard deviations, if all are as likely
 
 

@@ -16,23 +16,35 @@ DIFFERENCE_BF16 = tl.constexpr("{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fm
 
 
 @triton.jit
-def unpack_tile(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def unpack_tile(
+    words,
+    zeros,
+    scales,
+    NUMBERS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IS_RAISED: tl.constexpr = False,
+):
     """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact.
 
     words: whole blocks of groups.pack
-    zeros: what integers have too much, int32, broadcasts with `words`; None: half of what their bits count to
-    scales: None, or factors of the numbers, of DTYPE, that broadcast with `words`, of the first halves of the blocks
-        and of their second ones; the products are rounded to DTYPE
+    zeros: what integers have too much, int32, of the first halves of the blocks and of their second ones; both
+        broadcast with `words`; None: half of what their bits count to
+    scales: None, or factors of the numbers, of DTYPE, for both halves as well; the products are rounded to DTYPE. If
+        NATIVE, they are int32, which have each twice
     NATIVE: by instructions of a GPU for float16 or bfloat16; no layout is converted on the way to a tensor core
+    IS_RAISED: an e2m1 counts 2^-126 of what it is, as the scales are larger
     """
     BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
     if NATIVE:
-        pairs = _in_order(_pairs(words, zeros, scales, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
+        pairs = _in_order(_pairs(words, zeros, scales, NUMBERS, DTYPE, IS_RAISED), words.shape[0], words.shape[1], BITS)
         first = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
         second = (pairs >> 16 & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     else:
-        first = _in_order(_halves(words, zeros, scales, 0, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
-        second = _in_order(_halves(words, zeros, scales, 1, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
+        evens = _halves(words, zeros, scales, 0, NUMBERS, DTYPE, IS_RAISED)
+        odds = _halves(words, zeros, scales, 1, NUMBERS, DTYPE, IS_RAISED)
+        first = _in_order(evens, words.shape[0], words.shape[1], BITS)
+        second = _in_order(odds, words.shape[0], words.shape[1], BITS)
     return tl.reshape(tl.join(first, second), [words.shape[0], words.shape[1] * (32 // BITS)])
 
 
@@ -142,52 +154,67 @@ def _take(words, MASK: tl.constexpr, EXPONENT: tl.constexpr, NATIVE: tl.constexp
 
 
 @triton.jit
-def _halves(words, zeros, scales, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+def _halves(
+    words, zeros, scales, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, IS_RAISED: tl.constexpr
+):
     """Return the first or second numbers of the words' pairs, [rows, words, 2] or [rows, words, 2, 2]."""
-    wide = zeros if zeros is None else zeros.to(tl.float32)
-    a = _plain(words, wide, scales, HALF, 0, NUMBERS, DTYPE)
-    b = _plain(words, wide, scales, 2 + HALF, NUMBERS == "int8", NUMBERS, DTYPE)
+    a = _plain(words, zeros, scales, HALF, 0, NUMBERS, DTYPE, IS_RAISED)
+    b = _plain(words, zeros, scales, 2 + HALF, NUMBERS == "int8", NUMBERS, DTYPE, IS_RAISED)
     if NUMBERS == "int8":
         return tl.join(a, b)
     else:
-        c = _plain(words, wide, scales, 4 + HALF, 1, NUMBERS, DTYPE)
-        d = _plain(words, wide, scales, 6 + HALF, 1, NUMBERS, DTYPE)
+        c = _plain(words, zeros, scales, 4 + HALF, 1, NUMBERS, DTYPE, IS_RAISED)
+        d = _plain(words, zeros, scales, 6 + HALF, 1, NUMBERS, DTYPE, IS_RAISED)
         return _join_four(a, b, c, d)
 
 
 @triton.jit
-def _plain(words, zeros, scales, PLACE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
-    number = number_at(words, zeros, PLACE, NUMBERS, False)
-    if NUMBERS == "e2m1":
+def _plain(
+    words,
+    zeros,
+    scales,
+    PLACE: tl.constexpr,
+    HALF: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_RAISED: tl.constexpr,
+):
+    number = number_at(words, zeros if zeros is None else zeros[HALF].to(tl.float32), PLACE, NUMBERS, False)
+    if NUMBERS == "e2m1" and not IS_RAISED:
         number = number * TO_X * TO_X
-    return number.to(DTYPE) if scales is None else number.to(DTYPE) * scales[HALF]
+    return number.to(DTYPE) if scales is None else (number * scales[HALF].to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
-def _pairs(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+def _pairs(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, IS_RAISED: tl.constexpr):
     """Return the words' pairs as two halves of DTYPE in an int32 each, [rows, words, 2] or [rows, words, 2, 2]."""
-    a = _pair(words, zeros, scales, 0, NUMBERS, DTYPE)
-    b = _pair(words, zeros, scales, 1, NUMBERS, DTYPE)
+    a = _pair(words, zeros, scales, 0, NUMBERS, DTYPE, IS_RAISED)
+    b = _pair(words, zeros, scales, 1, NUMBERS, DTYPE, IS_RAISED)
     if NUMBERS == "int8":
         return tl.join(a, b)
     else:
-        c = _pair(words, zeros, scales, 2, NUMBERS, DTYPE)
-        d = _pair(words, zeros, scales, 3, NUMBERS, DTYPE)
+        c = _pair(words, zeros, scales, 2, NUMBERS, DTYPE, IS_RAISED)
+        d = _pair(words, zeros, scales, 3, NUMBERS, DTYPE, IS_RAISED)
         return _join_four(a, b, c, d)
 
 
 @triton.jit
-def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+def _pair(
+    words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, IS_RAISED: tl.constexpr
+):
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)
     if NUMBERS == "e2m1":
         # The lowest bit of a magnitude goes to the highest one below the exponent, and the sign to the highest of all.
         LEFT: tl.constexpr = (6 if IS_BF16 else 9) - 4 * PAIR
         magnitudes = (words << LEFT if LEFT >= 0 else words >> -LEFT) & (0x01C001C0 if IS_BF16 else 0x0E000E00)
-        signs = (words << 12 - 4 * PAIR) & -0x7FFF8000
-        pair = _multiply(magnitudes | signs, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
+        pair = magnitudes | (words << 12 - 4 * PAIR) & -0x7FFF8000
+        if not IS_RAISED:
+            pair = _multiply(pair, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
     elif NUMBERS == "int8" and IS_BF16:  # has no room for eight bits below an exponent
-        first = number_at(words, zeros, 2 * PAIR, NUMBERS, True)
-        second = number_at(words, zeros, 2 * PAIR + 1, NUMBERS, True)
+        zero = zeros if zeros is None else zeros[HALF]
+        first = number_at(words, zero, 2 * PAIR, NUMBERS, True)
+        second = number_at(words, zero, 2 * PAIR + 1, NUMBERS, True)
         pair = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [second, first], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -195,10 +222,9 @@ def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE
         BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
         POWER: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400  # 2^7 or 2^10, whose last bit is a one
         sums = _take(words >> PAIR * BITS, ((1 << BITS) - 1) * 0x00010001, POWER, True)
-        excess = POWER + (1 << BITS - 1 if zeros is None else zeros) * 0x00010001
+        excess = POWER + (1 << BITS - 1 if zeros is None else zeros[HALF]) * 0x00010001
         pair = _subtract(sums, excess, IS_BF16)
-    HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)
-    return pair if scales is None else _multiply(pair, _twice(scales[HALF]), IS_BF16)
+    return pair if scales is None else _multiply(pair, scales[HALF], IS_BF16)
 
 
 @triton.jit
@@ -217,12 +243,6 @@ def _subtract(a, b, IS_BF16: tl.constexpr):
 @triton.jit
 def _of_pairs(a, b, INSTRUCTIONS: tl.constexpr):
     return tl.inline_asm_elementwise(INSTRUCTIONS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _twice(scales):
-    """Return 16-bit numbers as pairs of the same, int32."""
-    return scales.to(tl.uint16, bitcast=True).to(tl.int32) * 0x00010001
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places, size_of_places
 from nanoinfer.kernels.experts.one_row import load_down_bias
-from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
+from nanoinfer.kernels.experts.operand import can_multiply_groups, shape_of
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.groups import GroupWeight
+from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.launch import (
     cdiv,
     launch_options,
@@ -29,6 +29,7 @@ from nanoinfer.kernels.linear.one_row import store_dots
 from nanoinfer.kernels.linear.plain import load_bias
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
+WIDE = 3072  # bytes of a row; all warps add up such rows together, and wait for each other once a tile
 
 
 def one_group_row_expert_mlps(
@@ -55,13 +56,13 @@ def _launch(
 
     x, out: [1, inputs] and [used, outputs], or the other way around
     """
-    operand = GroupOperand.of(weight, x.dtype)
-    assert x.is_contiguous()
+    assert can_multiply_groups(weight)
+    assert all(part is None or part.is_contiguous() for part in (x, *weight[:4]))
     count = len(out) if activation is not None else 1  # of products
     used = routes.experts.shape[1] // count  # experts side by side
-    _, weight_rows, size = operand.shape
-    block_k, rest = cut(used * operand.quads * 128 // operand.bits)
-    block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * operand.bits // 8)
+    (_, weight_rows, size), bits, quads = shape_of(weight), BITS[weight.numbers], weight.words.shape[2] // 4
+    block_k, rest = cut(used * quads * 128 // bits)
+    block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * bits // 8)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     _expert_row_kernel[(min(cdiv(weight_rows, block_n), programs), count)](
         x,
@@ -74,7 +75,7 @@ def _launch(
         out,
         size,
         weight_rows,
-        operand.quads,
+        quads,
         USED=used,
         BLOCK_USED=next_power_of_2(used),
         ACTIVATION=activation,
@@ -97,7 +98,8 @@ def cut(inputs: int) -> tuple[int, int]:
 
 def choose_programs(row: int) -> tuple[int, int, int]:
     """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program; row: its bytes"""
-    return 1 << max((TILE // row).bit_length() - 1, 1), 2, 8
+    tile, per_multiprocessor = (3 * TILE, 1) if row >= WIDE else (TILE, 2)
+    return 1 << max((tile // row).bit_length() - 1, 1), per_multiprocessor, 8
 
 
 @triton.jit

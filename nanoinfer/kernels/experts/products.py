@@ -186,7 +186,7 @@ def config_of(block_m: int, gated: bool, in_fp8: bool) -> TileConfig:
         return TileConfig(block_m, block_n, FP8_BLOCK.value, 1, 8 if is_large else 4, stages, persistent=is_large)
     if is_large:
         return TileConfig(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
-    block_k, stages = (128, 3) if block_m == 16 else (64, 5)
+    block_k, stages = (128, 3) if block_m == 16 else (64, 4)
     return TileConfig(block_m, 64, block_k, stages=stages)
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8, HAS_FP8, capability
 
+RAISED = tl.constexpr(62)  # see factors_of; with it, an e2m1 that counts 2^-126 is 2^-64 of what it should be
+LOWERED = tl.constexpr(2.0**64)
+
 
 def readable(scales: Tensor) -> Tensor:
     """Return scales as kernels load them: those in FP8 as int8, if Triton lacks this type for their GPU."""
@@ -34,16 +37,32 @@ def widen(scales):
 
 
 @triton.jit
+def factors_of(scales, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Return scales as the factors that unpack_tile takes, those of eight bits exactly.
+
+    Powers of two return 2^62 times as large, so that their product with an e2m1's bits, which count 2^-126, is in the
+    range of bfloat16: exactly from 2^-68 to groups.LARGEST_POWER. No weight has larger ones: see GroupStore.unpacked.
+    """
+    if scales.dtype == tl.uint8:
+        exponents = scales.to(tl.int32) + RAISED
+        if NATIVE:
+            tl.static_assert(tl.bfloat16 == DTYPE)
+            return exponents * 0x00800080
+        else:
+            return (exponents << 23).to(tl.float32, bitcast=True).to(DTYPE)
+    elif NATIVE:
+        return narrow(scales, DTYPE).to(tl.uint16, bitcast=True).to(tl.int32) * 0x00010001
+    else:
+        return narrow(scales, DTYPE)
+
+
+@triton.jit
 def narrow(scales, DTYPE: tl.constexpr):
-    """Return scales as numbers of DTYPE; those of eight bits exactly, without a conversion on the way if it has 16."""
+    """Return scales as numbers of DTYPE; those of e4m3 exactly, without a conversion on the way if it has 16 bits."""
     if tl.float32 == DTYPE:
         return widen(scales)
     elif scales.dtype.primitive_bitwidth >= 16:
         return scales.to(DTYPE)
-    elif scales.dtype == tl.uint8:
-        tl.static_assert(tl.bfloat16 == DTYPE)
-        bits = tl.where(scales == 0, 1 << 6, scales.to(tl.int16) << 7)
-        return bits.to(tl.int16).to(DTYPE, bitcast=True)
     else:
         byte = scales.to(tl.uint8, bitcast=True).to(tl.int16)
         IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE

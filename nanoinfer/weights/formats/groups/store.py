@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack, words_of
+from nanoinfer.kernels.groups import (
+    BITS,
+    LARGEST_POWER,
+    GroupWeight,
+    dequantize_reference,
+    pack,
+    scales_of,
+    unpack,
+    words_of,
+)
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Section, rows_of
@@ -115,8 +124,11 @@ class GroupStore(nn.Module):
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self, rows: slice = slice(None)) -> Tensor:
-        """Return the scales of some rows as float32: only they can be infinite."""
-        return scales_of(self._weight(rows))
+        """Return the scales of some rows as float32: only they can be infinite, or more than kernels multiply by."""
+        scales = scales_of(self._weight(rows))
+        if self.scales.dtype != torch.uint8:
+            return scales
+        return scales.masked_fill(scales > LARGEST_POWER, math.inf)
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
