@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.benchmark import figures as figures_command
 from nanoinfer.benchmark.least_steps import StepSum, decode_steps
 from nanoinfer.benchmark.output import status_line
 from nanoinfer.benchmark.output.files import check_writable
@@ -987,22 +986,6 @@ def test_progress_that_nobody_can_hear_ends_nothing(
             status.begin("warming up")
             status.tell("so far")
     assert capsys.readouterr().out == ""
-
-
-def test_the_command_of_the_figures_says_what_it_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("figures.json", "speed.md"):
-        shutil.copy(ROOT / "docs" / name, tmp_path)
-    monkeypatch.setattr(figures_command, "DOCS", tmp_path)
-    monkeypatch.setattr(figures_command.Figures, "draw", lambda _, file: file.write_text("drawn", "utf-8"))
-    monkeypatch.setattr(sys, "argv", ["figures.py"])
-    figures_command.main()
-    told = capsys.readouterr()
-    assert not told.out
-    steps = told.err.splitlines()
-    assert [step.split()[-1] for step in steps] == ["docs/figures.json", "docs/speed.md", "docs/speed.svg"]
-    assert {file.name for file in tmp_path.iterdir()} == {"figures.json", "speed.md", "speed.svg"}
 
 
 def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

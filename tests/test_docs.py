@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
 import make_api
+import make_speed
+from make_speed import PANELS, Figures, fill
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
-from nanoinfer.benchmark.figures import PANELS, Figures, fill
-from nanoinfer.benchmark.figures import main as figures_main
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
@@ -194,7 +195,7 @@ def test_the_afternoon_is_as_long_as_the_tour_says() -> None:
 
 def test_the_tables_of_speed_are_what_the_figures_say() -> None:
     page = (DOCS / "speed.md").read_text()
-    assert page == fill(page, Figures.read().tables()), "run python -m nanoinfer.benchmark.figures"
+    assert page == fill(page, Figures.read().tables()), "run python docs/make_speed.py"
 
 
 def test_a_page_without_a_place_for_a_table_is_refused() -> None:
@@ -215,7 +216,7 @@ def test_the_picture_shows_what_the_figures_say(tmp_path: Path) -> None:
     figures.draw(second)
     assert first.read_bytes() == second.read_bytes()
     shown = text_of(DOCS / "speed.svg")
-    assert shown == text_of(first), "run python -m nanoinfer.benchmark.figures"
+    assert shown == text_of(first), "run python docs/make_speed.py"
     for arguments in PANELS:
         drawn = figures.by_system(arguments)
         assert len(drawn) > 1
@@ -242,11 +243,27 @@ def test_figures_take_a_run_from_benchs_file() -> None:
 
 def test_help_of_figures_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Path, "write_text", lambda *args: pytest.fail("a file is written"))
-    monkeypatch.setattr(sys, "argv", ["figures", "--help"])
+    monkeypatch.setattr(sys, "argv", ["make_speed.py", "--help"])
     with pytest.raises(SystemExit) as exited:
-        figures_main()
+        make_speed.main()
     assert exited.value.code == 0
     assert "run.json" in capsys.readouterr().out
+
+
+def test_the_command_of_the_figures_says_what_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("figures.json", "speed.md"):
+        shutil.copy(DOCS / name, tmp_path)
+    monkeypatch.setattr(make_speed, "DOCS", tmp_path)
+    monkeypatch.setattr(Figures, "draw", lambda _, file: file.write_text("drawn", "utf-8"))
+    monkeypatch.setattr(sys, "argv", ["make_speed.py"])
+    make_speed.main()
+    told = capsys.readouterr()
+    assert not told.out
+    steps = told.err.splitlines()
+    assert [step.split()[-1] for step in steps] == ["docs/figures.json", "docs/speed.md", "docs/speed.svg"]
+    assert {file.name for file in tmp_path.iterdir()} == {"figures.json", "speed.md", "speed.svg"}
 
 
 def test_only_runs_on_one_machine_stand_beside_each_other() -> None:

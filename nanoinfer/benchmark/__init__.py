@@ -1,1 +1,1 @@
-"""For bench.py: workloads, the floor to compare a run with, and the figures of docs/speed.md."""
+"""For bench.py: workloads, and the floor to compare a run with. `determinism` is a command of its own."""

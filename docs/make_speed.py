@@ -1,7 +1,7 @@
 """Draw docs/speed.svg, and write the tables of docs/speed.md, from docs/figures.json.
 
-    python -m nanoinfer.benchmark.figures
-    python -m nanoinfer.benchmark.figures SETUP run.json ...    # first add runs of bench.py --json
+    python docs/make_speed.py
+    python docs/make_speed.py SETUP run.json ...    # first add runs of bench.py --json
 
 A run's "arguments" are those of `python bench.py --config`. Its "setup" names the system, commit, date, machine and
 versions. Runs of nanoinfer have figures of `bench.py --json`, under the same names; other systems' have only a rate.
@@ -21,7 +21,7 @@ from typing import Any
 
 from nanoinfer.benchmark.output.status_line import StatusLine
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parent
 OURS = "nanoinfer"
 SYSTEMS = {OURS: "#1f6feb", "vLLM": "#9aa4b2", "nano-vLLM": "#c9d1d9"}  # and their colours
 DARK = "#24292f"
@@ -193,7 +193,7 @@ def _code(text: str) -> str:
 
 def main() -> None:
     """Add runs to docs/figures.json, if the command line has some; write docs/speed.md and docs/speed.svg."""
-    parser = argparse.ArgumentParser(prog="python -m nanoinfer.benchmark.figures", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("setup", nargs="?", help="the name in figures.json of the system that ran")
     parser.add_argument("files", nargs="*", metavar="run.json", help="files of bench.py --json")
     args = parser.parse_args()
