@@ -1,4 +1,4 @@
-"""The report of a batch file's job: a page that shows the run, drawn by matplotlib or by hand."""
+"""The report of a batch file's job: a page that shows the run, drawn by matplotlib, or told in words."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ from nanoinfer.batch.report.report import (
     RunReport,
 )
 from nanoinfer.engine.results.step_result import StepResult
-
-
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody installed matplotlib."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture
@@ -78,12 +72,12 @@ def error(reason: str, number: int = 1) -> LineError:
 
 
 class TestRun:
-    @pytest.mark.parametrize("how", ["matplotlib", "by_hand"])
-    def test_a_page_shows_it(self, how: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-        if how == "by_hand":
-            request.getfixturevalue(how)
+    @pytest.mark.parametrize("is_installed", [True, False])
+    def test_a_page_shows_it(self, is_installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        if is_installed:
+            pytest.importorskip("matplotlib", reason="pictures need matplotlib")
         else:
-            pytest.importorskip("matplotlib", reason="axes need matplotlib")
+            monkeypatch.setitem(sys.modules, "matplotlib", None)
         rows = [{"id": i, "prompt": "ROMEO:", "max_tokens": 6, "ignore_eos": True} for i in range(5)]
         file = write(tmp_path / "in", [*rows, {"id": "<b>"}])
         run(file, tmp_path / "out", BUNDLED_MODEL, report=tmp_path / "page.html", **SMALL)
@@ -94,32 +88,76 @@ class TestRun:
         assert "line 6: has no prompt" in page
         assert sorted(row[0] for row in rows_of(page, 0)) == ["0", "1", "2", "3", "4"]
         assert "http" not in page
-        if how == "by_hand":
-            assert "4 to 7: 5<" in page  # five samples have six tokens
-        else:
-            assert {"tokens/s", "rows", "%", "prompts", "samples"} <= {text.text for text in parsed(page).iter("text")}
+        assert "Samples by their tokens: 5 samples of 4 to 7 tokens" in page  # each has six
+        texts = {text.text for text in parsed(page).iter("text")}
+        assert ({"tokens/s", "rows", "%", "prompts", "samples"} <= texts) == is_installed
+        assert ("pip install matplotlib" in page) != is_installed
 
-    def test_a_long_one_takes_no_more_room(self, report: RunReport, by_hand: None) -> None:
+    def test_a_long_one_takes_no_more_room(self, report: RunReport) -> None:
         take_steps(report, [float(second) for second in range(10_000)])
-        page = page_of(report)
-        assert page.count("<rect") < 3 * MOST_BINS + 3
-        numbers = [float(number) for number in re.findall(r"s: ([\d.]+)</title>", page)]
-        count = len(numbers) // 3
-        rates, rows, blocks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
-        assert rates[:-1] == pytest.approx([5] * (count - 1), rel=0.02)  # the last stretch has not ended
+        rates, rows, blocks = (chart.values for chart in report.charts())
+        assert len(rates) == len(rows) == len(blocks) <= MOST_BINS
+        assert rates[:-1] == pytest.approx([5] * (len(rates) - 1), rel=0.02)  # the last stretch has not ended
         assert (set(rows), set(blocks)) == ({5.0}, {50.0})
 
-    def test_it_does_not_look_idle_between_long_steps(self, report: RunReport, by_hand: None) -> None:
+    def test_it_does_not_look_idle_between_long_steps(self, report: RunReport) -> None:
         take_steps(report, [0.7 * step for step in range(50)])
-        rows = re.findall(r"s: ([\d.]+)</title>", page_of(report).split("Running rows")[1].split("</svg>")[0])
-        assert len(rows) > 10
-        assert set(rows) == {"5"}
+        _, rows, _ = report.charts()
+        assert len(rows.values) > 10
+        assert set(rows.values) == {5.0}
 
     def test_names_may_hold_bytes_that_are_no_text(self, tmp_path: Path) -> None:
         """As each name that is not ASCII, where the locale is C."""
         report = RunReport(str(tmp_path / "\udcff.html"))
         report.write("in\udcc3\udca9.jsonl", "done", Errors())
         assert r"<title>in\udcc3\udca9.jsonl</title>" in (tmp_path / "\udcff.html").read_text("utf-8")
+
+
+class TestWords:
+    """What stands on a page that matplotlib does not draw."""
+
+    def shown(self, report: RunReport) -> list[str | None]:
+        """The items and paragraphs behind the summary."""
+        page = page_of(report)
+        assert not {"<svg", "<figure"} & {*re.findall(r"<\w+", page)}
+        texts = [element.text for element in parsed(page).iter() if element.tag in ("li", "p")]
+        assert texts[0] == "done"
+        return texts[1:]
+
+    def test_they_say_what_the_pictures_would_show_and_how_to_get_these(
+        self, report: RunReport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        take_steps(report, [0.1 * step for step in range(100)])
+        for line_id in range(20):
+            add_result(report, line_id, "ROMEO:", "But soft")
+        speed, *words, install = self.shown(report)
+        assert re.fullmatch(r"Tokens per second, of prompts and outputs: at most \d+ tokens/s", str(speed))
+        assert words == [
+            "Running rows: at most 5 rows",
+            "KV-cache blocks in use: at most 50 %",
+            "Prompts by their tokens: 20 prompts of 1 to 1 tokens",
+            "Samples by their tokens: 20 samples of 2 to 3 tokens",
+        ]
+        assert str(install).startswith(
+            "To see pictures here, install a matplotlib that works: pip install matplotlib ("
+        )
+
+    def test_a_matplotlib_that_is_broken_is_as_none(self, report: RunReport, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("matplotlib", reason="one that is broken is there")
+        from matplotlib.figure import Figure
+
+        def fail(*_: object, **__: object) -> None:
+            raise AttributeError("module <numpy> has no attribute 'product'")
+
+        monkeypatch.setattr(Figure, "savefig", fail)
+        take_steps(report, [0.1, 0.2, 0.3])
+        *words, install = self.shown(report)
+        assert len(words) == 3
+        assert str(install).endswith("pip install matplotlib (module <numpy> has no attribute 'product').")
+
+    def test_a_run_without_steps_has_neither_words_nor_pictures(self, report: RunReport) -> None:
+        assert self.shown(report) == []
 
 
 class TestAxes:
@@ -155,19 +193,6 @@ class TestAxes:
         with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "black", "svg.fonttype": "path"}):
             assert page_of(report) == expected
             assert matplotlib.rcParams["text.usetex"]
-
-    def test_one_that_is_broken_is_as_none(self, report: RunReport, monkeypatch: pytest.MonkeyPatch) -> None:
-        from matplotlib.figure import Figure
-
-        def fail(*_: object, **__: object) -> None:
-            raise AttributeError("module 'numpy' has no attribute 'product'")
-
-        monkeypatch.setattr(Figure, "savefig", fail)
-        take_steps(report, [0.1, 0.2, 0.3])
-        assert page_of(report).count("<figcaption>") == 3
-
-    def test_a_run_without_steps_has_none(self, report: RunReport) -> None:
-        assert "<svg" not in page_of(report)
 
 
 class TestResults:

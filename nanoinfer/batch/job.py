@@ -96,8 +96,9 @@ def run(
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
         tried again come behind those of the earlier run, in either case
     max_errors: the job ends once more lines than this have failed; None: it goes on
-    report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
-        charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
+    report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors.
+        matplotlib draws its charts, once pip install 'nanoinfer[plot]' has added that; else words say what these would
+        show. None: there is no page
     stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off; without a model, none
     adapters: a mapping from names to the folders of adapters, which the job loads. A line names one as its "adapter",
         or as OpenAI's "model"

@@ -1,1 +1,1 @@
-"""The report of a batch job: what a run was like, drawn as charts and put on a page."""
+"""The report of a batch job: what a run was like, as charts and tables on a page."""

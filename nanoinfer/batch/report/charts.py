@@ -1,4 +1,4 @@
-"""Charts of a report: SVG, drawn by matplotlib with axes and units where it is installed, else by hand."""
+"""Charts of a report: what each shows in words, and SVG of them, which matplotlib draws."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-WIDTH, HEIGHT = 720, 120  # of a chart, in pixels; matplotlib's has its axes around that height
+WIDTH, HEIGHT = 720, 200  # of a chart with its title and its axes, in pixels
 INCH = 96  # pixels
-AROUND = 80  # pixels of height that a title and an axis take
 COLOR = "#4878a8"
 STYLE = {  # text stays text, and the same charts get the same names
     "svg.fonttype": "none",
@@ -35,13 +34,8 @@ class OverTime(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """What stands above the chart."""
+        """What the chart shows, in words, which stand above it or in its place."""
         return f"{self.title}: at most {_number(max(self.values))} {self.unit}"
-
-    @property
-    def labels(self) -> list[str]:
-        """When each stretch begins."""
-        return [f"{index * self.seconds:g} s" for index in range(len(self.values))]
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
@@ -65,8 +59,9 @@ class Histogram(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """What stands above the chart."""
-        return f"{self.title}: {self.counts.total():,} {self.unit}"
+        """What the chart shows, in words, which stand above it or in its place."""
+        least, most = 1 << self.bits.start >> 1, (1 << self.bits.stop - 1) - 1
+        return f"{self.title}: {self.counts.total():,} {self.unit} of {least:,} to {most:,} tokens"
 
     @property
     def bits(self) -> range:
@@ -77,11 +72,6 @@ class Histogram(NamedTuple):
     def values(self) -> list[float]:
         """How many lengths have each of these numbers of bits."""
         return [self.counts[bits] for bits in self.bits]
-
-    @property
-    def labels(self) -> list[str]:
-        """The lengths that have each of these numbers of bits."""
-        return [f"{1 << bits >> 1} to {(1 << bits) - 1}" for bits in self.bits]
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes. A tick stands at the least length of the bar on its right."""
@@ -99,26 +89,14 @@ Chart = OverTime | Histogram
 
 
 def draw(charts: Sequence[Chart]) -> str:
-    """Return the charts that have values, as HTML. The same charts give the same text."""
-    charts = [chart for chart in charts if chart.values]
-    if not charts:
-        return ""
-    try:
-        return f"<figure>{_by_matplotlib(charts)}</figure>"
-    except Exception:  # it is not installed, finds no place for its cache, or does not fit another package
-        return "\n".join(map(_by_hand, charts))
-
-
-def _by_matplotlib(charts: Sequence[Chart]) -> str:
-    """Draw all charts into one SVG, so that no two names in the page are the same. Raises ImportError."""
+    """Return a picture of all charts as SVG. The same charts give the same text, in which no two names are the same."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever a user's own settings are
         matplotlib.rcParams.update(STYLE)
-        height = (HEIGHT + AROUND) * len(charts)
-        figure = Figure(figsize=(WIDTH / INCH, height / INCH), layout="constrained")
+        figure = Figure(figsize=(WIDTH / INCH, HEIGHT * len(charts) / INCH), layout="constrained")
         for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
             chart.draw(axes)
             axes.set_title(chart.headline, loc="left", fontsize=10)
@@ -142,17 +120,3 @@ def _within_html(svg: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _by_hand(chart: Chart) -> str:
-    """Draw a bar for each value, which shows its label and number where the mouse points."""
-    labels, values = chart.labels, chart.values
-    most, wide = max(values) or 1, WIDTH / len(values)
-    bars = "".join(
-        f'<rect x="{index * wide:.1f}" y="{HEIGHT * (1 - value / most):.1f}" width="{wide * 0.95:.1f}"'
-        f' height="{HEIGHT * value / most:.1f}"><title>{label}: {_number(value)}</title></rect>'
-        for index, (label, value) in enumerate(zip(labels, values, strict=True))
-    )
-    ends = f'<text y="{HEIGHT + 14}">{labels[0]}</text><text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">'
-    svg = f'<svg width="{WIDTH}" height="{HEIGHT + 20}">{bars}{ends}{labels[-1]}</text></svg>'
-    return f"<figure><figcaption>{chart.headline}</figcaption>{svg}</figure>"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nanoinfer.batch.errors import Errors
 from nanoinfer.batch.lines import Line
-from nanoinfer.batch.report.charts import Histogram, OverTime
+from nanoinfer.batch.report.charts import Chart, Histogram, OverTime
 from nanoinfer.batch.report.page import Result, make_page
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput
@@ -76,14 +76,15 @@ class RunReport:
 
     def write(self, title: str, summary: str, errors: Errors) -> None:
         """Write the page. Raises OSError."""
-        text = make_page(title, summary, self._charts(), self._results, errors)
+        text = make_page(title, summary, self.charts(), self._results, errors)
         try:
             with open(self._file, "w", encoding="utf-8") as page:
                 page.write(text)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file) from None
 
-    def _charts(self) -> list[OverTime | Histogram]:
+    def charts(self) -> list[Chart]:
+        """Return a chart of each thing that was counted."""
         bins, seconds = self._bins, self._seconds
         while len(bins) > 1 and sum(one.steps for one in bins) < 2 * len(bins):
             bins, seconds = _halved(bins), 2 * seconds  # else the engine looks idle between long steps
@@ -91,13 +92,14 @@ class RunReport:
         rates = [one.tokens / seconds for one in means]
         rows = [self._num_replicas * one.rows / one.steps for one in means]
         blocks = [100 * one.blocks / one.steps for one in means]
-        return [
+        charts: list[Chart] = [
             OverTime("Tokens per second, of prompts and outputs", "tokens/s", seconds, rates),
             OverTime("Running rows", "rows", seconds, rows),
             OverTime("KV-cache blocks in use", "%", seconds, blocks),
             Histogram("Prompts by their tokens", "prompts", self._prompts),
             Histogram("Samples by their tokens", "samples", self._outputs),
         ]
+        return [chart for chart in charts if chart.values]
 
 
 def _halved(bins: list[TimeBin]) -> list[TimeBin]:
