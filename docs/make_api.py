@@ -43,9 +43,9 @@ from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.requests.admin.adapters import GivenAdapters
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
-from nanoinfer.requests.vllm.lora import GivenLora
 from nanoinfer.runner.memory.plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
@@ -57,7 +57,7 @@ ALIASES = {
     "UseTqdm": UseTqdm,
     "FinishReason": FinishReason,
     "InFlightPolicy": InFlightPolicy,
-    "GivenLora": GivenLora,
+    "GivenAdapters": GivenAdapters,
     "Folders": Folders,
 }
 
@@ -247,7 +247,7 @@ def _public_methods(documented: type) -> list[tuple[str, Callable[..., Any]]]:
 def _plain(annotation: object) -> str:
     """A type as a reader writes it."""
     text = str(annotation).replace("collections.abc.", "").replace("typing.", "")
-    text = text.replace("nanoinfer.requests.vllm.lora.", "").replace("ListLike", "Sequence")
+    text = text.replace("nanoinfer.requests.admin.adapters.", "").replace("ListLike", "Sequence")
     return text.replace("'", '"')
 
 

@@ -8,17 +8,21 @@ with no_collection():
     from nanoinfer.beam_search_params import BeamSearchParams
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.engine.results.stats import Stats
+    from nanoinfer.hints import speak
     from nanoinfer.hub import BUNDLED_MODEL
+    from nanoinfer.integrations.vllm.lora import LoRARequest
+    from nanoinfer.integrations.words import Words
     from nanoinfer.llm import LLM
     from nanoinfer.logprob import LogProb
     from nanoinfer.process.version import own_version
     from nanoinfer.requests.beam_search import BeamSearchOutput, BeamSequence
     from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
     from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
-    from nanoinfer.requests.vllm.lora import LoRARequest
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.serving.async_llm import AsyncLLM
     from nanoinfer.trainer.reference import reference
+
+speak(Words())
 
 __version__ = own_version()
 

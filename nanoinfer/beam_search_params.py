@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from nanoinfer.checks import as_number, check_adapter, check_flag, check_int, check_none, check_number, short
 from nanoinfer.hints import hints_for
-from nanoinfer.vllm_arguments import ARGUMENTS
 
 MOST_BEAMS = 10**6  # each is a sequence of its own
 MOST_PENALTY = 32  # no number of tokens to this power overflows
@@ -72,7 +71,8 @@ def _check_temperature(name: str, value: Any) -> float:
 
 
 def _check_watermarking(name: str, value: Any) -> None:
-    ARGUMENTS["SamplingParams"]["watermarking"].check(name, value, {})
+    if value is not None and check_flag(name, value):
+        raise ValueError(f"{name}={short(value)}: must be None or False: there is no watermark here")
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:

@@ -27,7 +27,6 @@ from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.options import can_see, check_image_folder, check_image_options, check_images
-from nanoinfer.vllm_spellings import our_value
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
 if TYPE_CHECKING:
@@ -201,19 +200,18 @@ class Config:
 
         when_checked: called in between; the devices and the number of processes are known by then
         """
-        self._take_our_values()
+        self._take_defaults()
         self._check_options()
         self._find_files()
         if when_checked is not None:
             when_checked(self)
         self._read_checkpoint()
 
-    def _take_our_values(self) -> None:
-        """Put the default for None, and our name for a value of vLLM's."""
+    def _take_defaults(self) -> None:
+        """Put the default for None."""
         for option in fields(self)[1:]:
-            if option.init:
-                value = our_value(option.name, getattr(self, option.name))
-                setattr(self, option.name, option.default if value is None else value)
+            if option.init and getattr(self, option.name) is None:
+                setattr(self, option.name, option.default)
 
     def _check_options(self) -> None:
         self._check_numbers()

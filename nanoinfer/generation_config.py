@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.checks import check_settings
-from nanoinfer.hints import ELSEWHERE
 
 FILE = "generation_config.json"
 GENERATION_SETTINGS = (  # what SamplingParams has, too
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens", "min_new_tokens", "stop_strings", "num_return_sequences",
 )  # fmt: skip
+OURS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "num_return_sequences": "n",
+}
 READ_ELSEWHERE = ("do_sample", "eos_token_id")
 NO_CHANGE = (  # these choose no token
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
@@ -67,9 +72,7 @@ def find_sampling_params(folder: str, generation: Mapping[str, Any]) -> dict[str
         check_settings(where, generation, (*GENERATION_SETTINGS, *READ_ELSEWHERE, *NO_CHANGE), UNSUPPORTED)
     except ValueError as error:
         raise ValueError(f"{error}; give requests SamplingParams of their own") from None
-    found = {
-        ELSEWHERE.get(name, name): generation[name] for name in GENERATION_SETTINGS if generation.get(name) is not None
-    }
+    found = {OURS.get(name, name): generation[name] for name in GENERATION_SETTINGS if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return found

@@ -6,14 +6,15 @@ import threading
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import Config
 from nanoinfer.engine.results.stats import Stats
 from nanoinfer.generation_config import find_sampling_params
-from nanoinfer.hints import hints_for
+from nanoinfer.hints import hints_for, vocabulary
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
+from nanoinfer.requests.admin.adapters import GivenAdapters
 from nanoinfer.requests.admin.memory import SleepMode
 from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
@@ -26,8 +27,6 @@ from nanoinfer.requests.reading.methods import ReadsTexts
 from nanoinfer.requests.scoring import ScoresTexts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
-from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
-from nanoinfer.requests.vllm.methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -39,7 +38,6 @@ class LLM(
     TokenizesTexts,
     ChangesWeights,
     SleepMode,
-    VllmMethods,
 ):
     """A Hugging Face language model, ready to generate.
 
@@ -55,7 +53,6 @@ class LLM(
     adapters: those that load_adapter has loaded, each a LoadedAdapter by its name
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
-    llm_engine: has model_config (with max_model_len), get_tokenizer(), add_lora() and others, by vLLM's names
 
     One thread at a time can use an LLM. close() gives memory and processes back, as do the end of `with` and deletion.
 
@@ -80,19 +77,19 @@ class LLM(
             self.config = Config(model, **options, when_checked=start.spawn)
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
-            self._inputs, self._loras = Inputs(self.config, self.tokenizer), LoRARequests()
+            self._inputs = Inputs(self.config, self.tokenizer)
             self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
         self._busy = threading.Lock()
 
-    @hints_for("generate")
+    @hints_for("generate", ("prompts", "sampling_params", "use_tqdm"))
     def generate(
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
@@ -108,25 +105,26 @@ class LLM(
             of frames, or an array of uint8, [frames, height, width, 3], and (frames, {"fps": 2}) says their rate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
-        lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
+        adapter: the name of one that load_adapter has loaded, for all prompts, or one or None for each; a LoRARequest
+            may stand for a name, and the LLM loads it first
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work. For an image that cannot be
         opened it is raised while the first prompts run, which are dropped.
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            loras = self._loras.check_requests(self, lora_request, alone=True)
-            prepared = self._inputs.check_prompts(prompts, sampling_params, loras.names)
-            self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
+            adapters = self._adapters_of(adapter)
+            prepared = self._inputs.check_prompts(prompts, sampling_params, adapters)
+            self._load_adapters(adapters, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
-    @hints_for("chat")
+    @hints_for("chat", ("messages", "sampling_params", "use_tqdm", "chat_template_kwargs"))
     def chat(
         self,
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -138,7 +136,7 @@ class LLM(
             {"url": ...}} or {"type": "video", "video": frames, "fps": 2}, with an image or frames as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
-        lora_request: as for generate
+        adapter: as for generate
         chat_template_kwargs: arguments of the template; a warning names those that it does not read
         template: the same, such as enable_thinking=False, tools=[...], continue_final_message=True; it must read them
 
@@ -146,10 +144,10 @@ class LLM(
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            loras = self._loras.check_requests(self, lora_request, alone=True)
-            given = template, chat_template_kwargs, loras.names
+            adapters = self._adapters_of(adapter)
+            given = template, chat_template_kwargs, adapters
             prepared = self._inputs.check_chats(messages, sampling_params, *given)
-            self._load_loras(loras, prepared, {params.adapter for params in prepared.params})
+            self._load_adapters(adapters, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")
@@ -213,6 +211,11 @@ class LLM(
     def __repr__(self) -> str:
         """Return the line that says what has started."""
         return self._line
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            return vocabulary().attribute(self, name)
 
     def __enter__(self) -> LLM:
         return self

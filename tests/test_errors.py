@@ -26,7 +26,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.hints import ELSEWHERE
+from nanoinfer.integrations.words import ELSEWHERE
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import plan_memory
@@ -458,7 +458,7 @@ class TestNames:
             ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
             ("generate", {"messages": []}, r"write chat\(messages=...\)"),
             ("generate", {"enable_lora": True}, r"write LLM\(max_adapters=...\)"),
-            ("generate", {"adapter": "mine"}, r"write SamplingParams\(adapter=...\)"),
+            ("stream", {"adapter": "mine"}, r"write SamplingParams\(adapter=...\)"),
             ("add_request", {"lora_name": "mine"}, r"write SamplingParams\(adapter=...\)"),
             (
                 "stream",
@@ -492,7 +492,7 @@ class TestNames:
 
     def test_signatures_are_those_that_were_written(self) -> None:
         assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
-        names = ["self", "prompts", "sampling_params", "use_tqdm", "lora_request"]
+        names = ["self", "prompts", "sampling_params", "use_tqdm", "adapter"]
         assert list(inspect.signature(LLM.generate).parameters) == names
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
             LLM.generate(None)

@@ -13,7 +13,7 @@ from conftest import greedy
 from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
-from nanoinfer.requests.vllm.lora import LoRARequests
+from nanoinfer.integrations.vllm.lora import LoRARequests
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "kvcache_block_size": 16, "max_model_len": 64}
 PROMPT = "ROMEO:\n"

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanoinfer.config import Config
-from nanoinfer.hints import ELSEWHERE
+from nanoinfer.integrations.vllm.arguments import ANY, ARGUMENTS, FLAG, reason_for
+from nanoinfer.integrations.vllm.spellings import OTHER_NAMES
+from nanoinfer.integrations.words import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.chat.template_names import TemplateNames
-from nanoinfer.vllm_arguments import ANY, ARGUMENTS, FLAG, reason_for
-from nanoinfer.vllm_spellings import OTHER_NAMES
 
 OWN = {
     "LLM": set(inspect.signature(Config).parameters),

@@ -38,7 +38,7 @@ def under_vllm_names(package: str, program: Callable[..., Any], *arguments: Any)
 
 def take_names() -> None:
     os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's, of transformers and others
-    import nanoinfer.integrations.vllm_names  # noqa: F401
+    import nanoinfer.integrations.vllm.names  # noqa: F401
 
 
 @pytest.fixture(scope="module")

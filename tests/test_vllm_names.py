@@ -41,7 +41,7 @@ def llm() -> Iterator[LLM]:
 def vllm() -> Iterator[ModuleType]:
     """The module vllm; afterwards it is there no longer."""
     path, environment = list(sys.path), os.environ.get("PYTHONPATH")
-    import nanoinfer.integrations.vllm_names as names
+    import nanoinfer.integrations.vllm.names as names
 
     names.install()
     yield importlib.import_module("vllm")
@@ -135,7 +135,7 @@ def test_programs_find_vllm_and_its_version(vllm: ModuleType) -> None:
 
 
 def test_every_module_has_its_names(vllm: ModuleType) -> None:
-    from nanoinfer.integrations.vllm_names.modules import MODULES
+    from nanoinfer.integrations.vllm.names.modules import MODULES
 
     for suffix, names in MODULES.items():
         module = importlib.import_module(f"vllm{suffix}")
@@ -331,7 +331,7 @@ def test_the_asynchronous_engine(vllm: ModuleType, llm: LLM) -> None:
 
 
 def test_it_refuses_where_vllm_is_installed(vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.integrations.vllm_names import install
+    from nanoinfer.integrations.vllm.names import install
 
     (tmp_path / "vllm").mkdir()
     monkeypatch.delitem(sys.modules, "vllm")
@@ -364,7 +364,7 @@ if __name__ == "__main__":
 
 
 def command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "nanoinfer.integrations.vllm_names", *map(str, arguments)]
+    told = [sys.executable, "-m", "nanoinfer.integrations.vllm", *map(str, arguments)]
     path = os.pathsep.join([str(Path(__file__).parent.parent), str(folder)])
     return subprocess.run(told, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
@@ -377,7 +377,7 @@ def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], tm
     for folder in (tmp_path, tmp_path / "sub"):
         (folder / "beside.py").write_text("HERE = True\n")
     result = command(*how, "--size", 2, folder=tmp_path)
-    assert result.stdout.split() == ["nanoinfer.integrations.vllm_names.params", "16"], result.stderr
+    assert result.stdout.split() == ["nanoinfer.integrations.vllm.names.params", "16"], result.stderr
 
 
 def test_the_command_refuses_a_vllm_beside_the_script(
@@ -389,11 +389,11 @@ def test_the_command_refuses_a_vllm_beside_the_script(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["vllm_names", str(tmp_path / "script.py")])
     with pytest.raises(ImportError, match=rf"vllm is installed, at {tmp_path}"):
-        runpy.run_module("nanoinfer.integrations.vllm_names", run_name="__main__")
+        runpy.run_module("nanoinfer.integrations.vllm", run_name="__main__")
 
 
 def test_the_command_without_a_script_says_how_to_use_it(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for told in ([], ["-m"], ["--help"]):
         monkeypatch.setattr(sys, "argv", ["vllm_names", *told])
-        with pytest.raises(SystemExit, match=r"usage: python -m nanoinfer\.integrations\.vllm_names"):
-            runpy.run_module("nanoinfer.integrations.vllm_names", run_name="__main__")
+        with pytest.raises(SystemExit, match=r"usage: python -m nanoinfer\.integrations\.vllm"):
+            runpy.run_module("nanoinfer.integrations.vllm", run_name="__main__")

@@ -20,15 +20,14 @@ from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import RunReport
 from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import check_flag, check_int
+from nanoinfer.hints import vocabulary
 from nanoinfer.llm import LLM
 from nanoinfer.process.standard_error import say
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vllm_arguments import ARGUMENTS
 
 DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the job's seed is the option of LLM
 HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
-    *ARGUMENTS["LLM"],  # which change nothing
-    "trust_remote_code",  # nor does this one
+    "trust_remote_code",
     "data_parallel_backend",
     "data_parallel_size",
     "enable_lora",
@@ -172,7 +171,9 @@ def _open_output(source: str, target: str, said: Mapping[str, Any]) -> Iterator[
         with closing(Writer(target, codec_of(target))) as writer:
             yield writer, set()
         return
-    same = {name: value for name, value in said.items() if name not in HOW_FAST}
+    same = {
+        name: value for name, value in said.items() if name not in {*HOW_FAST, *vocabulary().changes_nothing("LLM")}
+    }
     name = source if source == STANDARD else os.path.abspath(source)
     settings = json.dumps({"input": name, **same}, default=str, allow_nan=False)
     with closing(Ledger(target, json.loads(settings))) as ledger:

@@ -22,13 +22,12 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.admin.adapters import LoadsAdapters
+from nanoinfer.requests.admin.adapters import GivenAdapters, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
-from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
@@ -91,14 +90,13 @@ class SearchesBeams(LoadsAdapters):
     config: Config
     tokenizer: PreTrainedTokenizerBase | None
     _inputs: Inputs
-    _loras: LoRARequests
 
     @hints_for("beam_search", ("concurrency_limit",))
     def beam_search(
         self,
         prompts: Prompt | ListLike[Prompt],
         params: BeamSearchParams,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -108,7 +106,7 @@ class SearchesBeams(LoadsAdapters):
 
         prompts: as for generate
         params: the settings, for all prompts
-        lora_request: as for generate
+        adapter: as for generate
         use_tqdm: show a bar, or a function that makes one, as for generate
         concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
 
@@ -122,11 +120,11 @@ class SearchesBeams(LoadsAdapters):
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            loras = self._loras.check_requests(self, lora_request, alone=True)
-            prepared = self._inputs.check_prompts(prompts, _sampling_params(params), loras.names).take_prompts()
+            adapters = self._adapters_of(adapter)
+            prepared = self._inputs.check_prompts(prompts, _sampling_params(params), adapters).take_prompts()
             for index, prompt in enumerate(prepared):
                 self._beams_of(index, prompt, rules, NONE)  # they must have room
-            self._loras.load(self, loras, {prompt.params.adapter for prompt in prepared})
+            adapters.load({prompt.params.adapter for prompt in prepared})
             self._check_adapters(prompt.params for prompt in prepared)
         with self._turn(alone=True):
             self._check_adapters(prompt.params for prompt in prepared)  # another thread may have unloaded one

@@ -18,12 +18,12 @@ from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.vision.videos.clip import listed, with_rate
 from nanoinfer.vision.videos.processor import VideoProcessor
-from nanoinfer.vllm_spellings import of_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATA, PROCESSING, NAMES = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"  # vLLM's keys beside a prompt
+OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments: those that change no image
 MOST_SHOWN = 60  # characters of a value in an error message
 
 
@@ -34,7 +34,10 @@ def take_beside(name: str, prompt: dict[str, Any]) -> Media:
     """
     prompt.pop(NAMES, None)  # an image's pixels tell it from others
     processing, data = prompt.pop(PROCESSING, None), prompt.pop(DATA, None)
-    if (changes := of_images(processing)) is not None and changes != {}:
+    changes = processing
+    if isinstance(processing, Mapping):
+        changes = {name: value for name, value in processing.items() if name not in OF_VIDEOS}
+    if changes is not None and changes != {}:
         raise ValueError(
             f"{name}[{PROCESSING!r}] is {short(changes, MOST_SHOWN)}: must be left out: LLM(image_options=...) says"
             " for all prompts how large images become"

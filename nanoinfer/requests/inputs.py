@@ -15,7 +15,14 @@ from nanoinfer.config import Config
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
-from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader, check_generates
+from nanoinfer.requests.settings import (
+    NO_ADAPTERS,
+    CallAdapters,
+    GivenSettings,
+    Settings,
+    SettingsReader,
+    check_generates,
+)
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 from nanoinfer.runner.memory.room import room_for
@@ -60,9 +67,9 @@ class Inputs:
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: GivenSettings,
-        adapters: AdapterNames = None,
+        adapters: CallAdapters = NO_ADAPTERS,
     ) -> CallPrompts:
-        """Return the prompts of generate or stream. adapters: those of lora_request"""
+        """Return the prompts of generate or stream."""
         items = _listed(prompts)
         settings = self._settings.check_all(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
@@ -180,7 +187,7 @@ class Inputs:
         sampling_params: GivenSettings,
         given: dict[str, Any],
         others: Mapping[str, Any] | None = None,
-        adapters: AdapterNames = None,
+        adapters: CallAdapters = NO_ADAPTERS,
     ) -> CallPrompts:
         """Return the chats' prompts.
 

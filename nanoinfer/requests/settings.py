@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from copy import copy
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
@@ -24,6 +25,34 @@ MOST_SHOWN = 60  # characters of a value in an error message
 
 GivenSettings = SamplingParams | ListLike[SamplingParams] | None  # by a user
 AdapterNames = str | list[str | None] | None  # one for all prompts, or one each
+
+
+class CallAdapters(Protocol):
+    """The adapters of a call's prompts."""
+
+    @property
+    def names(self) -> AdapterNames:
+        """Their names."""
+
+    @property
+    def argument(self) -> str:
+        """The argument by which the caller gave them."""
+
+    def load(self, used: Collection[str | None]) -> None:
+        """Load those that are missing, when the prompts are checked. used: adapters that the settings name"""
+
+
+class NamedAdapters(NamedTuple):
+    """Adapters that are loaded, or the call is refused when it begins."""
+
+    names: AdapterNames = None
+    argument: str = "adapter"
+
+    def load(self, used: Collection[str | None]) -> None:
+        """Load nothing."""
+
+
+NO_ADAPTERS = NamedAdapters()
 
 
 class Settings(NamedTuple):
@@ -51,18 +80,11 @@ class SettingsReader:
         (settings,) = self.check_all(1, given)
         return settings
 
-    def check_all(self, count: int, given: GivenSettings, adapters: AdapterNames = None) -> list[Settings]:
-        """Return the settings of so many prompts, which are given one for all or one each.
-
-        adapters: those of lora_request
-        """
+    def check_all(self, count: int, given: GivenSettings, adapters: CallAdapters = NO_ADAPTERS) -> list[Settings]:
+        """Return the settings of so many prompts, which are given one for all or one each."""
         settings = self._check_given(count, given)
-        if adapters is None:
-            return settings
-        names = [adapters] * count if isinstance(adapters, str) else adapters
-        if len(names) != count:
-            raise ValueError(f"lora_request has {len(names)} entries for {count} prompts: give one, or one each")
-        return list(map(_adapted, settings, names))
+        names = one_each(adapters, count)
+        return [_adapted(one, name, adapters.argument) for one, name in zip(settings, names, strict=True)]
 
     def _check_given(self, count: int, given: GivenSettings) -> list[Settings]:
         check_generates(self._config)
@@ -145,14 +167,22 @@ def check_generates(config: Config) -> None:
         )
 
 
-def _adapted(settings: Settings, adapter: str | None) -> Settings:
-    """Return settings with the adapter of a LoRARequest, if there is one."""
+def one_each(adapters: CallAdapters, count: int) -> list[str | None]:
+    """Return the names of so many prompts' adapters. Raises ValueError for another number of them."""
+    names = adapters.names if isinstance(adapters.names, list) else [adapters.names] * count
+    if len(names) != count:
+        raise ValueError(f"{adapters.argument} has {len(names)} entries for {count} prompts: give one, or one each")
+    return names
+
+
+def _adapted(settings: Settings, adapter: str | None, argument: str) -> Settings:
+    """Return settings with a call's adapter, if there is one. argument: that names it"""
     params = settings.params
     if adapter in (None, params.adapter):
         return settings
     if params.adapter is not None:
         raise ValueError(
-            f"lora_request names {adapter!r}, and SamplingParams has adapter={params.adapter!r}: must be one of them"
+            f"{argument} names {adapter!r}, and SamplingParams has adapter={params.adapter!r}: must be one of them"
         )
     params = copy(params)
     vars(params)["adapter"] = adapter

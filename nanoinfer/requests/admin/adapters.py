@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as ListLike
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
-from nanoinfer.checks import short
+from nanoinfer.checks import as_list, check_adapter, short
+from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
+from nanoinfer.requests.settings import CallAdapters, NamedAdapters
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
+
+if TYPE_CHECKING:
+    from nanoinfer.requests.prompts import CallPrompts
+    from nanoinfer.requests.reading.texts import SomeTexts
+
+
+class AsksForAdapters(Protocol):
+    """What a caller may give in place of adapters' names: it knows where they are."""
+
+    def check(self, llm: LoadsAdapters, alone: bool) -> CallAdapters:
+        """Return a call's adapters. Raises ValueError for what cannot be; no adapter comes or goes.
+
+        alone: raise RuntimeError while requests of add_request have not ended
+        """
+
+
+GivenAdapters = str | ListLike[str | None] | AsksForAdapters | None  # by a user: one for all prompts, or one each
 
 
 class LoadsAdapters(Door):
@@ -21,6 +42,8 @@ class LoadsAdapters(Door):
 
     A request names its adapter in its settings. Requests of one step may name any; the others get the model alone.
     """
+
+    config: Config
 
     @hints_for("load_adapter")
     def load_adapter(
@@ -96,12 +119,40 @@ class LoadsAdapters(Door):
         """The adapters that are loaded, by name: each one's version, rank, and the modules that it changes."""
         return dict(self.engine.adapters.loaded)
 
+    def _adapters_of(self, given: GivenAdapters, alone: bool = True) -> CallAdapters:
+        """Return the adapters of a call's prompts; alone: as for _turn. Raises ValueError for what names none."""
+        if (check := getattr(given, "check", None)) is not None:
+            return cast(CallAdapters, check(self, alone))
+        listed = None if isinstance(given, str) else as_list(given)
+        names = check_adapter("adapter", given) if listed is None else list(map(_check_entry, count(), listed))
+        for name in names if isinstance(names, list) else [names]:
+            if name is not None:
+                self.engine.adapters.check_is_loaded(name)
+        return NamedAdapters(names)
+
+    def _load_adapters(
+        self, adapters: CallAdapters, prompts: CallPrompts | SomeTexts, used: Collection[str | None] = ()
+    ) -> None:
+        """Load what a call asks for, whose prompts are checked; an error lets no thread go on with their images.
+
+        used: adapters that their settings name
+        """
+        try:
+            adapters.load(used)
+        except BaseException:
+            prompts.close()
+            raise
+
     def _check_adapters(self, settings: Iterable[SamplingParams]) -> None:
         """Raise ValueError for prompts' settings whose adapter is not loaded."""
         with self._door("open"):
             for params in settings:
                 if params.adapter is not None:
                     self.engine.adapters.check_is_loaded(params.adapter)
+
+
+def _check_entry(index: int, name: object) -> str | None:
+    return check_adapter(f"adapter[{index}]", name)
 
 
 def _check_name(name: object) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import closing
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
 
-from nanoinfer.checks import check_adapter, check_none
-from nanoinfer.config import Config
+from nanoinfer.checks import check_adapter
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.admin.adapters import LoadsAdapters
+from nanoinfer.requests.admin.adapters import GivenAdapters, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
-from nanoinfer.requests.prompts import CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.prompts import ComingRequest, Prepared
 from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
@@ -26,7 +25,6 @@ from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOu
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.vllm.lora import CallLoras, GivenLora, LoRARequests
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
 
@@ -34,9 +32,7 @@ SomeOutput = TypeVar("SomeOutput", bound=Output)
 class ReadsTexts(LoadsAdapters):
     """The methods of LLM that read texts."""
 
-    config: Config
     _inputs: Inputs
-    _loras: LoRARequests
 
     @cached_property
     def _embeddings(self) -> Embeddings:
@@ -57,8 +53,7 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> Iterator[EmbeddingOutput]: ...
 
     @overload
@@ -68,8 +63,7 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[EmbeddingOutput]: ...
 
     @hints_for("embed", ("prompt_name", "dimensions"))
@@ -79,8 +73,7 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
@@ -95,8 +88,7 @@ class ReadsTexts(LoadsAdapters):
         dimensions: keep so many first numbers of each embedding, and give these length 1 if the whole one has it, as
             Matryoshka models allow; None: all, or as many as the checkpoint says
         use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
-        adapter: as in SamplingParams, for all texts
-        lora_request: as for generate; for an iterator, one for all
+        adapter: as for generate; for an iterator, one for all
 
         Raises ValueError as generate does, and for what the checkpoint does not allow. Tokens are checked while the
         first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
@@ -104,7 +96,7 @@ class ReadsTexts(LoadsAdapters):
         """
         with self._door("ready"):
             reading = self._embedding(prompt_name, dimensions)
-        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+        return self._read(prompts, reading, use_tqdm, adapter)
 
     def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
         """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
@@ -139,8 +131,7 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: Iterator[Prompt],
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> Iterator[ClassificationOutput]: ...
 
     @overload
@@ -148,8 +139,7 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: SomePrompts,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[ClassificationOutput]: ...
 
     @hints_for("classify", ())
@@ -157,15 +147,13 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[ClassificationOutput] | Iterator[ClassificationOutput]:
         """Compute each text's labels by a classifier, a checkpoint of a class such as Qwen3ForSequenceClassification.
 
         prompts: as for embed, an iterator, too
         use_tqdm: as for embed
-        adapter: as in SamplingParams, for all texts
-        lora_request: as for embed
+        adapter: as for embed
 
         Returns the outputs in the texts' order. The numbers are those of transformers' pipeline "text-classification".
 
@@ -174,7 +162,7 @@ class ReadsTexts(LoadsAdapters):
         with self._door("ready"):
             self._classes.check("classify")
         reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
-        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
+        return self._read(prompts, reading, use_tqdm, adapter)
 
     @overload
     def rerank(
@@ -183,8 +171,7 @@ class ReadsTexts(LoadsAdapters):
         documents: Iterator[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> Iterator[RerankOutput]: ...
 
     @overload
@@ -194,8 +181,7 @@ class ReadsTexts(LoadsAdapters):
         documents: ListLike[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[RerankOutput]: ...
 
     @hints_for("rerank", ())
@@ -205,8 +191,7 @@ class ReadsTexts(LoadsAdapters):
         documents: ListLike[str] | Iterator[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: str | None = None,
-        lora_request: GivenLora = None,
+        adapter: GivenAdapters = None,
     ) -> list[RerankOutput] | Iterator[RerankOutput]:
         """Compute how well each document answers a query; returns the outputs in the documents' order.
 
@@ -220,8 +205,7 @@ class ReadsTexts(LoadsAdapters):
             passages that answer the query". For a classifier, an instruction asks for this form. Where files make a
             chat of a pair, or name the tokens that count, it stands in place of their default prompt
         use_tqdm: as for embed
-        adapter: as in SamplingParams, for all texts
-        lora_request: as for embed
+        adapter: as for embed
 
         Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
         """
@@ -238,43 +222,25 @@ class ReadsTexts(LoadsAdapters):
             listed = documents if isinstance(documents, Iterator) else check_documents(documents)
             pairs = self._pairs.prompts(query, listed, instruction)
             prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
-        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
+        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter)
 
     def _read(
         self,
         prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         reading: Reading[SomeOutput],
         use_tqdm: UseTqdm,
-        adapter: str | None,
-        lora_request: GivenLora,
+        adapter: GivenAdapters,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
         with self._door("open"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            if lora_request is not None:
-                check_none("adapter", adapter, "lora_request names adapters")
-            elif (adapter := check_adapter("adapter", adapter)) is not None:
-                self.engine.adapters.check_is_loaded(adapter)
-            loras = self._loras.check_requests(self, lora_request, alone=not isinstance(prompts, Iterator))
-            texts = texts_of(prompts, reading, self._inputs, loras.names or adapter)
-            self._load_loras(loras, texts)
+            adapters = self._adapters_of(adapter, alone=not isinstance(prompts, Iterator))
+            texts = texts_of(prompts, reading, self._inputs, adapters)
+            self._load_adapters(adapters, texts)
         if isinstance(prompts, Iterator):
             return Stream(self._stream_reads(texts, reading, use_tqdm))
         with no_full_collection():
             return list(self._stream_reads(texts, reading, use_tqdm))
-
-    def _load_loras(
-        self, loras: CallLoras, prompts: CallPrompts | SomeTexts, used: Collection[str | None] = ()
-    ) -> None:
-        """Load what a call asks for, whose prompts are checked; an error lets no thread go on with their images.
-
-        used: adapters that their settings name
-        """
-        try:
-            self._loras.load(self, loras, used)
-        except BaseException:
-            prompts.close()
-            raise
 
     def _stream_reads(
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm

@@ -13,7 +13,7 @@ from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.settings import AdapterNames, Settings
+from nanoinfer.requests.settings import CallAdapters, Settings, one_each
 from nanoinfer.sampling_params import SamplingParams
 
 CHECKED_IN_A_TURN = 2  # texts of a list, so that a bad one is found half-way at the latest
@@ -126,21 +126,20 @@ def texts_of(
     prompts: SomePrompts | Iterator[Prompt],
     reading: Reading[SomeOutput],
     inputs: Inputs,
-    adapters: AdapterNames,
+    adapters: CallAdapters,
 ) -> SomeTexts:
-    """Return the texts of a call. adapters: one for all, or one each
+    """Return the texts of a call.
 
     Raises ValueError for what is no list of prompts. What a list's prompts hold is checked as they are taken.
     """
     if isinstance(prompts, Iterator):
-        if isinstance(adapters, list):
-            raise ValueError(f"lora_request has {len(adapters)} entries: must be one, if prompts come from an iterator")
-        return ComingTexts(prompts, reading, inputs, adapters)
+        if isinstance(names := adapters.names, list):
+            many = f"{adapters.argument} has {len(names)} entries"
+            raise ValueError(f"{many}: must be one, if prompts come from an iterator")
+        return ComingTexts(prompts, reading, inputs, names)
 
     def settings_of(count: int) -> list[Settings]:
-        names = adapters if isinstance(adapters, list) else [adapters] * count
-        if len(names) != count:
-            raise ValueError(f"lora_request has {len(names)} entries for {count} prompts: give one, or one each")
+        names = one_each(adapters, count)
         made = {name: settings_for(reading.read, name) for name in set(names)}
         return [made[name] for name in names]
 

@@ -9,17 +9,18 @@ from types import ModuleType
 from typing import Any
 
 from nanoinfer.beam_search_params import BeamSearchParams
-from nanoinfer.integrations.vllm_names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
-from nanoinfer.integrations.vllm_names.inputs import PromptType, TextPrompt, TokensPrompt
-from nanoinfer.integrations.vllm_names.llm import LLM
-from nanoinfer.integrations.vllm_names.outputs import CompletionOutput, RequestOutput
-from nanoinfer.integrations.vllm_names.params import (
+from nanoinfer.integrations.vllm.lora import LoRARequest
+from nanoinfer.integrations.vllm.names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
+from nanoinfer.integrations.vllm.names.inputs import PromptType, TextPrompt, TokensPrompt
+from nanoinfer.integrations.vllm.names.llm import LLM
+from nanoinfer.integrations.vllm.names.outputs import CompletionOutput, RequestOutput
+from nanoinfer.integrations.vllm.names.params import (
     GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanoinfer.integrations.vllm_names.processes import (
+from nanoinfer.integrations.vllm.names.processes import (
     Absent,
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
@@ -27,9 +28,8 @@ from nanoinfer.integrations.vllm_names.processes import (
     get_ip,
     get_open_port,
 )
-from nanoinfer.integrations.vllm_names.tokenizers import get_tokenizer, resolve_chat_template
+from nanoinfer.integrations.vllm.names.tokenizers import get_tokenizer, resolve_chat_template
 from nanoinfer.logprob import LogProb
-from nanoinfer.requests.vllm.lora import LoRARequest
 
 Names = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nanoinfer.integrations.vllm.lora import GivenLora, LoRARequest
 from nanoinfer.requests import outputs
-from nanoinfer.requests.vllm.lora import GivenLora, LoRARequest
 
 
 class CompletionOutput(outputs.SampleOutput):

@@ -1,4 +1,4 @@
-"""Runs a script or a module that imports vllm: see nanoinfer.integrations.vllm_names."""
+"""Runs a script or a module that imports vllm: see nanoinfer.integrations.vllm."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from nanoinfer.integrations.vllm_names import install
+from nanoinfer.integrations.vllm.names import install
 
-USAGE = "usage: python -m nanoinfer.integrations.vllm_names [-m] SCRIPT_OR_MODULE [ARGUMENT ...]"
+USAGE = "usage: python -m nanoinfer.integrations.vllm [-m] SCRIPT_OR_MODULE [ARGUMENT ...]"
 
 
 def main() -> None:
@@ -24,6 +24,3 @@ def main() -> None:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         install()  # for a vllm may lie beside the script
         runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-main()

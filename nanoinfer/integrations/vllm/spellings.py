@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.checks import as_int, check_flag, check_int, short
+from nanoinfer.integrations.vllm.lora import AskedLoras
 
 Options = Mapping[str, Any]
 Spelling = Callable[[Any, Options], Options]
@@ -13,15 +14,11 @@ Spelling = Callable[[Any, Options], Options]
 
 POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
 DRAFT_MODEL = "draft_model"  # a method of its speculative_config
-FPS, SAMPLING = "fps", "do_sample_frames"  # of a processor's arguments: for videos, whose frames are all taken
-
-
-def of_images(arguments: Any) -> Any:
-    """Return those of a processor's arguments that can change an image; what is no mapping stays as it is."""
-    return _without(arguments, FPS, SAMPLING)
+SAMPLING = "do_sample_frames"  # of a processor's arguments, for videos, whose frames are all taken
 
 
 def _without(arguments: Any, *names: str) -> Any:
+    """Return a mapping without some names; what is none stays as it is."""
     if not isinstance(arguments, Mapping):
         return arguments
     return {name: value for name, value in arguments.items() if name not in names}
@@ -81,6 +78,8 @@ def _speculate(config: Any, beside: Options) -> Options:
     return ours | ({} if count is None else {"max_guesses": count})
 
 
+BY_LORAS: dict[str, Spelling] = {"lora_request": lambda value, _: {"adapter": AskedLoras(value)}}
+
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_media,
@@ -94,6 +93,7 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
         "speculative_config": _speculate,
         "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
     },
+    **dict.fromkeys(("generate", "chat", "beam_search", "embed", "classify", "rerank"), BY_LORAS),
     "LoRARequest": {"lora_local_path": lambda value, _: {"lora_path": value}},
 }
 """Who takes an argument of vLLM's that we name otherwise -> its name -> what makes our arguments of it."""

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from nanoinfer.config import Config
-from nanoinfer.integrations.vllm_names.llm import LLM
-from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
+from nanoinfer.integrations.vllm.lora import LoRARequest, loras_of
+from nanoinfer.integrations.vllm.methods import ModelConfig
+from nanoinfer.integrations.vllm.names.llm import LLM
+from nanoinfer.integrations.vllm.names.outputs import RequestOutput, renamed
 from nanoinfer.requests import outputs
-from nanoinfer.requests.vllm.lora import LoRARequest
-from nanoinfer.requests.vllm.methods import ModelConfig
 
 T = TypeVar("T")
 
@@ -86,14 +86,15 @@ class AsyncLLMEngine:
 
     def _add(self, request_id: str, prompt: Any, sampling_params: Any, lora_request: LoRARequest | None) -> int:
         llm = self._llm
-        params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = llm.default_sampling_params() if sampling_params is None else sampling_params
         if lora_request is not None:
             params = params.clone()
             params.adapter = lora_request.lora_name
-        loras, coming = llm._loras.check_requests(llm, lora_request), llm.prepare(prompt, params)
-        if loras.wanted:
+        loras = None if lora_request is None else loras_of(llm).check_requests(llm, lora_request)
+        coming = llm.prepare(prompt, params)
+        if loras is not None:
             llm._inputs.finish(coming)  # no adapter goes for a prompt that cannot work
-            llm._loras.load(llm, loras)
+            loras.load()
         number = llm.add_request(coming)
         self._numbers[request_id], self._outputs[number] = number, None
         return number

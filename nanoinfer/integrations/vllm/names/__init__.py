@@ -1,9 +1,9 @@
 """Puts nanoinfer under vLLM's names, for programs that were written for vLLM and cannot be edited.
 
-    python -m nanoinfer.integrations.vllm_names script.py its arguments
-    python -m nanoinfer.integrations.vllm_names -m module its arguments
+    python -m nanoinfer.integrations.vllm script.py its arguments
+    python -m nanoinfer.integrations.vllm -m module its arguments
 
-or import nanoinfer.integrations.vllm_names before such a program's own modules. `import vllm` then finds our names, in
+or import nanoinfer.integrations.vllm.names before such a program's own modules. `import vllm` then finds our names, in
 this process and in those that it starts. Programs that ask which version of vLLM is installed hear of 0.10.1, whose
 defaults these names have.
 """

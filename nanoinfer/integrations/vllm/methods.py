@@ -1,21 +1,23 @@
-"""VllmMethods: what an LLM answers by vLLM's names beside its own methods, for programs that were written for vLLM."""
+"""What an LLM answers by vLLM's names beside its own methods, for programs that were written for vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.requests.vllm.lora import Adaptable, LoRARequest, LoRARequests
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.integrations.vllm.lora import LoRARequest, loras_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from nanoinfer.llm import LLM
 
 READING = "llm.embed, llm.classify and llm.rerank read texts"
 OUR_STEPS = "llm.add_request, llm.step and llm.has_unfinished_requests run requests step by step"
@@ -45,48 +47,26 @@ ABSENT = {
 """Maps a name of vLLM's LLM that ours lacks to a sentence that says what to do."""
 
 
-class Served(Adaptable, Protocol):
-    """What the names below read and call of an LLM."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    _loras: LoRARequests
-
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's own settings."""
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> int:
-        """Write tensors into the weights."""
-
-    def close(self) -> None:
-        """Give back memory and processes."""
+def attribute_of(llm: LLM, name: str) -> Any:
+    """Return what an LLM answers by one of vLLM's names. Raises AttributeError, with what to do instead."""
+    if name == "get_tokenizer":
+        return partial(tokenizer_of, llm)
+    if name == "get_default_sampling_params":
+        return llm.default_sampling_params
+    if name == "llm_engine":
+        return EngineNames(llm)
+    what = f"{type(llm).__name__!r} object has no attribute {name!r}"
+    raise AttributeError(f"{what}: {ABSENT[name]}" if name in ABSENT else what)
 
 
-class VllmMethods:
-    """An LLM's names of vLLM's."""
+def tokenizer_of(llm: LLM) -> PreTrainedTokenizerBase:
+    """Return llm.tokenizer, the tokenizer of transformers.
 
-    def get_tokenizer(self: Served) -> PreTrainedTokenizerBase:
-        """Return llm.tokenizer, the tokenizer of transformers.
-
-        Raises ValueError if there is none.
-        """
-        if self.tokenizer is None:
-            raise ValueError(f"model={self.config.model!r} has no tokenizer: LLM(tokenizer=...) takes another's")
-        return self.tokenizer
-
-    def get_default_sampling_params(self: Served) -> SamplingParams:
-        """Return llm.default_sampling_params()."""
-        return self.default_sampling_params()
-
-    @property
-    def llm_engine(self: Served) -> EngineNames:
-        """What programs reach by vLLM's llm.llm_engine: the model's settings, the tokenizer, the model's weights."""
-        return EngineNames(self)
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
-
-        def __getattr__(self, name: str) -> Any:
-            what = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(f"{what}: {ABSENT[name]}" if name in ABSENT else what)
+    Raises ValueError if there is none.
+    """
+    if llm.tokenizer is None:
+        raise ValueError(f"model={llm.config.model!r} has no tokenizer: LLM(tokenizer=...) takes another's")
+    return llm.tokenizer
 
 
 class EngineNames:
@@ -98,15 +78,15 @@ class EngineNames:
         llm.update_weights(named_tensors, partial=True). To delete it closes the LLM
     """
 
-    def __init__(self, llm: Served) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._loras = llm._loras
+        self._loras = loras_of(llm)
         self.model_config = ModelConfig(llm.config)
         self.tokenizer = llm.tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises ValueError if there is none."""
-        return VllmMethods.get_tokenizer(self._llm)
+        return tokenizer_of(self._llm)
 
     def get_model_config(self) -> ModelConfig:
         """Return model_config."""
@@ -114,8 +94,8 @@ class EngineNames:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, and not when a request first names it; returns True. Raises as load_adapter does."""
-        self._loras.load(self._llm, self._loras.check_requests(self._llm, lora_request))
-        return lora_request is not None
+        self._loras.check_requests(self._llm, lora_request).load()
+        return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload the adapter of a lora_int_id; returns whether there was one."""

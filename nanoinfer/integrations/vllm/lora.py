@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from nanoinfer.checks import as_list, check_flag, check_int, short
-from nanoinfer.config import Config
-from nanoinfer.engine.client import NO_SLOTS, EngineClient, InFlightPolicy, LoadedAdapter
+from nanoinfer.engine.client import NO_SLOTS, LoadedAdapter
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.requests import Requests
+from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.settings import AdapterNames
 from nanoinfer.weights.adapters.source import AdapterSource
 
@@ -51,33 +50,12 @@ class LoRARequest:
         checked["lora_int_id"] = check_int("lora_int_id", self.lora_int_id, 1)
         checked["load_inplace"] = check_flag("load_inplace", self.load_inplace)
 
+    def check(self, llm: LoadsAdapters, alone: bool) -> CallLoras:
+        """Let a call take this in place of an adapter's name: see AskedLoras."""
+        return AskedLoras(self).check(llm, alone)
+
 
 GivenLora = LoRARequest | ListLike[LoRARequest | None] | None  # by a user
-
-
-class Adaptable(Protocol):
-    """The part of an LLM that loads adapters."""
-
-    config: Config
-    engine: EngineClient
-    _requests: Requests
-
-    @property
-    def adapters(self) -> dict[str, LoadedAdapter]:
-        """Those that are loaded, by name."""
-        ...
-
-    def _open_checked(self, name: str, folder: str, alone: bool) -> AdapterSource:
-        """Return one that could be loaded."""
-        ...
-
-    def _load_opened(self, opened: AdapterSource, in_flight: InFlightPolicy, begin: Callable[[], None]) -> int:
-        """Load one, or replace it."""
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget one, which no request uses."""
-        ...
 
 
 def _listed(given: GivenLora) -> list[LoRARequest | None]:
@@ -110,6 +88,20 @@ class Brought(NamedTuple):
     is_pinned: bool = False
 
 
+@dataclass(frozen=True)
+class AskedLoras:
+    """What a caller has written as lora_request, in place of adapters' names."""
+
+    given: GivenLora
+
+    def check(self, llm: LoadsAdapters, alone: bool) -> CallLoras:
+        """Return a call's adapters. Raises ValueError for what cannot be; no adapter comes or goes.
+
+        alone: raise RuntimeError while requests of add_request have not ended
+        """
+        return loras_of(llm).check_requests(llm, self.given, alone)
+
+
 class CallLoras(NamedTuple):
     """What a call asks for by LoRARequests, when it is checked and before it is loaded.
 
@@ -118,9 +110,15 @@ class CallLoras(NamedTuple):
     opened: by name; the others are loaded already
     """
 
-    names: AdapterNames = None
-    wanted: Mapping[str, LoRARequest] = MappingProxyType({})
-    opened: Mapping[str, AdapterSource] = MappingProxyType({})
+    llm: LoadsAdapters
+    names: AdapterNames
+    wanted: Mapping[str, LoRARequest]
+    opened: Mapping[str, AdapterSource]
+    argument: str = "lora_request"
+
+    def load(self, used: Collection[str | None] = ()) -> None:
+        """Load those that are missing. Raises ValueError if there can be no room. used: adapters of the settings"""
+        loras_of(self.llm).load(self.llm, self, used)
 
 
 class LoRARequests:
@@ -129,13 +127,11 @@ class LoRARequests:
     def __init__(self) -> None:
         self._brought: dict[str, Brought] = {}  # by name, the least recently used one first
 
-    def check_requests(self, llm: Adaptable, given: GivenLora, alone: bool = False) -> CallLoras:
+    def check_requests(self, llm: LoadsAdapters, given: GivenLora, alone: bool = False) -> CallLoras:
         """Check what a call asks for. Raises ValueError for what cannot be; no adapter comes or goes.
 
         alone: raise RuntimeError while requests of add_request have not ended
         """
-        if given is None:
-            return CallLoras()
         asked = _listed(given)
         wanted = _by_name(asked)
         most = llm.config.max_adapters
@@ -150,6 +146,7 @@ class LoRARequests:
         new = {name: one.lora_path for name, one in wanted.items() if not self._is_there(llm, one)}
         names = [None if one is None else one.lora_name for one in asked]
         call = CallLoras(
+            llm,
             names[0] if isinstance(given, LoRARequest) else names,
             wanted,
             {name: llm._open_checked(name, folder, alone) for name, folder in new.items()},
@@ -157,7 +154,7 @@ class LoRARequests:
         self._find_leaving(llm, call, ())
         return call
 
-    def load(self, llm: Adaptable, call: CallLoras, used: Collection[str | None] = ()) -> None:
+    def load(self, llm: LoadsAdapters, call: CallLoras, used: Collection[str | None] = ()) -> None:
         """Load what a call asks for, and unload others to make room. Raises ValueError if there can be none.
 
         used: adapters that the call names otherwise
@@ -174,12 +171,12 @@ class LoRARequests:
         for name, wanted in call.wanted.items():
             self._load(llm, wanted, call.opened.get(name))
 
-    def _settle(self, llm: Adaptable) -> None:
+    def _settle(self, llm: LoadsAdapters) -> None:
         """Forget what somebody has replaced or unloaded since."""
         there = llm.adapters
         self._brought = {name: brought for name, brought in self._brought.items() if there.get(name) is brought.loaded}
 
-    def _is_there(self, llm: Adaptable, wanted: LoRARequest) -> bool:
+    def _is_there(self, llm: LoadsAdapters, wanted: LoRARequest) -> bool:
         """Return whether one need not be loaded. Raises ValueError if another one has its name."""
         name = wanted.lora_name
         known = self._brought.get(name)
@@ -190,7 +187,7 @@ class LoRARequests:
             )
         return known is not None and known.request == wanted and not wanted.load_inplace
 
-    def _find_leaving(self, llm: Adaptable, call: CallLoras, used: Collection[str | None]) -> list[str]:
+    def _find_leaving(self, llm: LoadsAdapters, call: CallLoras, used: Collection[str | None]) -> list[str]:
         """Return which adapters go to make room for a call's, the least recently used ones that may.
 
         Raises ValueError if these are too few. used: as for `load`
@@ -211,7 +208,7 @@ class LoRARequests:
             )
         return idle[:count]
 
-    def _load(self, llm: Adaptable, wanted: LoRARequest, opened: AdapterSource | None) -> None:
+    def _load(self, llm: LoadsAdapters, wanted: LoRARequest, opened: AdapterSource | None) -> None:
         """Load one, and note that it was used. opened: None: it is there"""
         name = wanted.lora_name
         known, before = self._brought.get(name), llm.adapters.get(name)
@@ -224,26 +221,34 @@ class LoRARequests:
                 self._brought.pop(name, None)
                 self._brought[name] = Brought(wanted, loaded, known is not None and known.is_pinned)
 
-    def numbers(self, llm: Adaptable) -> set[int]:
+    def numbers(self, llm: LoadsAdapters) -> set[int]:
         """Return the numbers of the adapters that are loaded."""
         self._settle(llm)
         return {brought.request.lora_int_id for brought in self._brought.values()}
 
-    def unload(self, llm: Adaptable, number: int) -> bool:
+    def unload(self, llm: LoadsAdapters, number: int) -> bool:
         """Unload the adapters of a number; returns whether there was one."""
         names = self._named(llm, number)
         for name in names:
             llm.unload_adapter(name)
         return bool(names)
 
-    def pin(self, llm: Adaptable, number: int) -> bool:
+    def pin(self, llm: LoadsAdapters, number: int) -> bool:
         """Let no other take the place of a number's adapters; returns whether there is one."""
         names = self._named(llm, number)
         for name in names:
             self._brought[name] = self._brought[name]._replace(is_pinned=True)
         return bool(names)
 
-    def _named(self, llm: Adaptable, number: int) -> list[str]:
+    def _named(self, llm: LoadsAdapters, number: int) -> list[str]:
         """Return the names of the adapters of a number."""
         self._settle(llm)
         return [name for name, brought in self._brought.items() if brought.request.lora_int_id == number]
+
+
+_known: WeakKeyDictionary[LoadsAdapters, LoRARequests] = WeakKeyDictionary()
+
+
+def loras_of(llm: LoadsAdapters) -> LoRARequests:
+    """Return what is known of an LLM's LoRARequests."""
+    return _known.setdefault(llm, LoRARequests())

@@ -8,11 +8,11 @@ from nanoinfer import llm
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.generation_config import find_sampling_params
-from nanoinfer.integrations.vllm_names.outputs import RequestOutput, all_renamed
-from nanoinfer.integrations.vllm_names.params import SamplingParams
+from nanoinfer.integrations.vllm.names.outputs import RequestOutput, all_renamed
+from nanoinfer.integrations.vllm.names.params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.integrations.vllm_names.engine import EngineArgs
+    from nanoinfer.integrations.vllm.names.engine import EngineArgs
 
 
 class LLM(llm.LLM):
@@ -37,7 +37,7 @@ class LLM(llm.LLM):
         """Generate, as nanoinfer.LLM does.
 
         prompts, use_tqdm, lora_request, options: as for nanoinfer.LLM.generate
-        sampling_params: as there; None: get_default_sampling_params()
+        sampling_params: as there; None: default_sampling_params()
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
         if prompt_token_ids is not None:
@@ -47,8 +47,9 @@ class LLM(llm.LLM):
                     f"prompt_token_ids={short(prompt_token_ids)}: must be a list of token ids, or a list of such lists"
                 )
             prompts = [ids] if ids and as_int(ids[0]) is not None else ids
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return all_renamed(super().generate(prompts, params, use_tqdm, lora_request, **options), lora_request)
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        found = super().generate(prompts, params, use_tqdm, **{**options, "lora_request": lora_request})
+        return all_renamed(found, lora_request)
 
     def chat(  # type: ignore[override]  # as above
         self,
@@ -56,16 +57,15 @@ class LLM(llm.LLM):
         sampling_params: Any = None,
         use_tqdm: Any = True,
         lora_request: Any = None,
-        *arguments: Any,
         **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of each chat, as nanoinfer.LLM does.
 
-        messages, use_tqdm, lora_request, arguments, options: as for nanoinfer.LLM.chat
-        sampling_params: as there; None: get_default_sampling_params()
+        messages, use_tqdm, lora_request, options: as for nanoinfer.LLM.chat
+        sampling_params: as there; None: default_sampling_params()
         """
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        found = super().chat(messages, params, use_tqdm, lora_request, *arguments, **options)
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        found = super().chat(messages, params, use_tqdm, **{**options, "lora_request": lora_request})
         return all_renamed(found, lora_request)
 
     def default_sampling_params(self) -> SamplingParams:

@@ -1,1 +1,0 @@
-"""What an LLM answers by vLLM's names, for programs that were written for vLLM."""
