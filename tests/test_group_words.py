@@ -10,6 +10,7 @@ from conftest import DEVICE
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, E2M1, Numbers, pack, unpack
+from nanoinfer.kernels.linear.groups.scales import factors_of
 from nanoinfer.kernels.unpacking import dot_words, split_places, unpack_tile
 
 ROWS, INPUTS = 16, 64
@@ -35,9 +36,10 @@ def test_a_word_has_neighbours_in_its_halves() -> None:
 
 
 def values(drawn: Tensor, numbers: Numbers, zeros: Tensor | None) -> Tensor:
+    """zeros: broadcasts with `drawn`"""
     if numbers == "e2m1":
         return torch.tensor(E2M1, device=DEVICE)[drawn & 7] * (1 - drawn // 8 * 2)
-    return (drawn - (1 << BITS[numbers] - 1 if zeros is None else zeros[:, None])).float()
+    return (drawn - (1 << BITS[numbers] - 1 if zeros is None else zeros)).float()
 
 
 @triton.jit
@@ -57,9 +59,11 @@ def _unpack_kernel(
     words = tl.load(words_ptr + row[:, None] * WORDS + word[None, :])
     zeros, scales = None, None
     if zeros_ptr is not None:
-        zeros = tl.load(zeros_ptr + row)[:, None].to(tl.int32)
+        zero, other = tl.load(zeros_ptr + row), tl.load(zeros_ptr + ROWS + row)
+        zeros = zero[:, None].to(tl.int32), other[:, None].to(tl.int32)
     if scales_ptr is not None:
-        scales = tl.load(scales_ptr + row)[:, None], tl.load(scales_ptr + ROWS + row)[:, None]
+        first, second = tl.load(scales_ptr + row), tl.load(scales_ptr + ROWS + row)
+        scales = factors_of(first[:, None], DTYPE, NATIVE), factors_of(second[:, None], DTYPE, NATIVE)
     tile = unpack_tile(words, zeros, scales, NUMBERS, DTYPE, NATIVE)
     tl.store(out_ptr + row[:, None] * INPUTS + k[None, :], tile)
 
@@ -70,18 +74,20 @@ def _unpack_kernel(
 def test_a_kernel_unpacks_a_tile(numbers: Numbers, with_zeros: bool, with_scales: bool, dtype: torch.dtype) -> None:
     bits = BITS[numbers]
     drawn = torch.arange(ROWS * INPUTS, device=DEVICE).view(ROWS, INPUTS) * 7 % (1 << bits)
-    zeros = torch.randint(1 << bits, (ROWS,), device=DEVICE) if with_zeros else None
-    scales = torch.rand(2, ROWS, device=DEVICE).to(dtype) if with_scales else None  # of the blocks' halves
+    zeros = torch.randint(1 << bits, (2, ROWS), device=DEVICE) if with_zeros else None  # of the blocks' halves
+    scales = torch.rand(2, ROWS, device=DEVICE).to(dtype) if with_scales else None  # of these, too
     words, out = pack(drawn, bits), torch.empty(ROWS, INPUTS, device=DEVICE, dtype=dtype)
     in_bytes = None if zeros is None else zeros.to(torch.uint8)
     _unpack_kernel[(1,)](
         words, in_bytes, scales, out, numbers, IN_TRITON[dtype], DEVICE == "cuda", ROWS, INPUTS, words.shape[1]
     )
-    expected = values(drawn, numbers, zeros).to(dtype)
-    if scales is not None:
+
+    def of_inputs(of_halves: Tensor) -> Tensor:
         block = 128 // bits
-        expected *= scales.T.repeat_interleave(block // 2, dim=1).repeat(1, INPUTS // block)
-    assert torch.equal(out, expected)
+        return of_halves.T.repeat_interleave(block // 2, dim=1).repeat(1, INPUTS // block)
+
+    expected = values(drawn, numbers, None if zeros is None else of_inputs(zeros)).to(dtype)
+    assert torch.equal(out, expected if scales is None else expected * of_inputs(scales))
 
 
 @triton.jit
@@ -117,4 +123,4 @@ def test_a_kernel_multiplies_words_by_a_vector(numbers: Numbers, with_zeros: boo
     words, out = pack(drawn, bits), torch.empty(ROWS, device=DEVICE)
     in_bytes = None if zeros is None else zeros.to(torch.uint8)
     _dot_kernel[(1,)](words, in_bytes, x, out, numbers, ROWS, INPUTS, words.shape[1], DEVICE == "cuda")
-    assert torch.equal(out, values(drawn, numbers, zeros) @ x)
+    assert torch.equal(out, values(drawn, numbers, None if zeros is None else zeros[:, None]) @ x)
