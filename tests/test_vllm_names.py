@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import importlib.metadata
 import os
@@ -21,7 +22,7 @@ import pytest
 import torch
 from cases.tuned import Tuned
 from conftest import assert_equal, greedy
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams
 from nanoinfer.engine.beams.rules import VllmRules
@@ -227,7 +228,8 @@ def test_lora_requests(vllm: ModuleType, tmp_path: Path) -> None:
         found = []
         for name, request in (("with", lora), ("without", None)):
             async for output in engine.generate(PROMPTS[0], params, request_id=name, lora_request=request):
-                found.append(output)
+                last = output
+            found.append(last)
         other = LoRARequest("other", 2, lora.lora_path)
         with pytest.raises(ValueError, match="prompt is empty"):
             await anext(engine.generate([], params, request_id="empty", lora_request=other))
@@ -236,7 +238,7 @@ def test_lora_requests(vllm: ModuleType, tmp_path: Path) -> None:
     found = asyncio.run(use())
     assert list(engine._llm.adapters) == ["mine"]
     engine.shutdown()
-    assert [output.token_ids for output in found] == [output.token_ids for output in outputs]
+    assert [output.outputs[0].token_ids for output in found] == [output.token_ids for output in outputs]
     assert [output.lora_request for output in found] == [lora, None]
 
 
@@ -258,8 +260,6 @@ def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) ->
         vllm_llm.generate(PROMPTS, lora_request=LoRARequest("mine", 1, "/nowhere"))
     with pytest.raises(ValueError, match="max_new_tokens"):
         vllm.SamplingParams(max_new_tokens=3)
-    with pytest.raises(ValueError, match="score: vLLM's compares texts"):
-        vllm_llm.score("this", "that")
     with pytest.raises(ValueError, match="prompts=None"):
         vllm_llm.generate()
     with pytest.raises(ValueError, match="prompt_token_ids='ROMEO': must be a list of token ids"):
@@ -295,9 +295,8 @@ def test_the_model_config_of_engine_args(vllm: ModuleType) -> None:
 
 
 async def collected(engine: Any, prompt: Any, params: Any, name: str) -> Any:
-    """The only output of a request."""
-    (output,) = [output async for output in engine.generate(prompt, params, request_id=name)]
-    return output
+    """The last output of a request."""
+    return [output async for output in engine.generate(prompt, params, request_id=name)][-1]
 
 
 def test_the_asynchronous_engine(vllm: ModuleType, llm: LLM) -> None:
@@ -397,3 +396,179 @@ def test_the_command_without_a_script_says_how_to_use_it(vllm: ModuleType, monke
         monkeypatch.setattr(sys, "argv", ["vllm_names", *told])
         with pytest.raises(SystemExit, match=r"usage: python -m nanoinfer\.integrations\.vllm"):
             runpy.run_module("nanoinfer.integrations.vllm", run_name="__main__")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_outputs_while_requests_run(n: int, vllm: ModuleType, vllm_llm: Any) -> None:
+    """CUMULATIVE ones have all so far, and DELTA ones what is new; FINAL_ONLY comes once."""
+    from vllm.sampling_params import RequestOutputKind
+
+    kinds = {kind.name: vllm.SamplingParams(n=n, seed=1, max_tokens=6, output_kind=kind) for kind in RequestOutputKind}
+    assert kinds["DELTA"].clone().output_kind is RequestOutputKind.DELTA
+    engine, told = vllm.LLMEngine(vllm_llm), {name: [] for name in kinds}
+    for name, params in kinds.items():
+        engine.add_request(name, PROMPTS[0], params)
+    with pytest.raises(ValueError, match="request_id='DELTA': a request of this name runs"):
+        engine.add_request("DELTA", PROMPTS[0], kinds["DELTA"])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told[output.request_id].append(output)
+    assert engine.get_num_unfinished_requests() == 0
+
+    expected = vllm_llm.generate(PROMPTS[:1], kinds["DELTA"])
+    assert_equal(told["FINAL_ONLY"], expected)
+    assert_equal(told["CUMULATIVE"][-1:], expected)
+    assert [output.finished for output in told["CUMULATIVE"]] == [False] * (len(told["CUMULATIVE"]) - 1) + [True]
+    lengths = [len(output.outputs[0].token_ids) for output in told["CUMULATIVE"]]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    new = [sample for output in told["DELTA"] for sample in output.outputs]
+    for sample in expected[0].outputs:
+        own = [one for one in new if one.index == sample.index]
+        assert "".join(one.text for one in own) == sample.text
+        assert [token for one in own for token in one.token_ids] == sample.token_ids
+        assert [one.finish_reason for one in own] == [None] * (len(own) - 1) + [sample.finish_reason]
+
+
+def test_an_engine_ends_requests(vllm: ModuleType, vllm_llm: Any) -> None:
+    engine, long = vllm.LLMEngine(vllm_llm), vllm.SamplingParams(max_tokens=1000, ignore_eos=True)
+    for name in ("one", "other"):
+        engine.add_request(name, PROMPTS[0], long)
+    engine.step()
+    engine.abort_request(["one", "other"])
+    ended = {output.request_id: output for _ in range(2) for output in engine.step() if output.finished}
+    assert [output.outputs[0].finish_reason for output in ended.values()] == ["abort"] * 2
+    assert not engine.has_unfinished_requests()
+
+
+def test_requests_wait_for_room_for_their_adapters(vllm: ModuleType, tmp_path: Path) -> None:
+    """Those of LLMEngine, and of tasks; but not if nothing that runs will make room."""
+    from vllm.lora.request import LoRARequest
+
+    params = vllm.SamplingParams(temperature=0, max_tokens=8)
+    folder = Tuned(BUNDLED_MODEL, seed=1).save(tmp_path)
+    loras = [LoRARequest(name, number, folder) for number, name in enumerate(("a", "b", "c"), 1)]
+    args = vllm.EngineArgs(BUNDLED_MODEL, enable_lora=True, max_loras=1, max_lora_rank=16, **CPU)
+    engine = vllm.LLMEngine.from_engine_args(args)
+    for lora in loras:
+        engine.add_request(lora.lora_name, PROMPTS[0], params, lora_request=lora)
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output.request_id for output in engine.step() if output.finished]
+    assert ended == ["a", "b", "c"]
+    engine.model_executor.shutdown()
+
+    engine = vllm.AsyncLLMEngine.from_engine_args(args)
+
+    async def ask(lora: Any) -> Any:
+        return [one async for one in engine.generate(PROMPTS[0], params, lora.lora_name, lora_request=lora)][-1]
+
+    async def use() -> list[Any]:
+        return await asyncio.gather(*map(ask, loras))
+
+    outputs = asyncio.run(use())
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    engine._call(lambda llm: [llm.unload_adapter(name) for name in list(llm.adapters)])
+    engine._call(lambda llm: llm.load_adapter("mine", folder))
+    with pytest.raises(ValueError, match="these must stay: 'mine'"):
+        asyncio.run(use())
+    engine.shutdown()
+
+
+class TestCommandLines:
+    """EngineArgs on a command line, read by a FlexibleArgumentParser."""
+
+    @pytest.fixture
+    def parser(self, vllm: ModuleType) -> Any:
+        from vllm.utils import FlexibleArgumentParser
+
+        parser = FlexibleArgumentParser(description="a program")
+        parser.add_argument("--own_count", type=int, default=2)
+        return vllm.EngineArgs.add_cli_args(parser)
+
+    def test_options(self, parser: Any, vllm: ModuleType) -> None:
+        """Words have dashes or underscores; nobody has said the others, and LLM takes them so."""
+        given = "--model bundled --max_model_len=300 --dtype float32 --enforce-eager -tp 1 --no-enable-chunked-prefill"
+        args = parser.parse_args([*given.split(), "--swap-space", "4", "--limit-mm-per-prompt", '{"image": 2}'])
+        assert (args.own_count, args.max_model_len, args.enforce_eager) == (2, 300, True)
+        made = vllm.EngineArgs.from_cli_args(args)
+        said = {name: value for name, value in dataclasses.asdict(made).items() if value is not None}
+        assert said == {
+            "model": "bundled",
+            "max_model_len": 300,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "tensor_parallel_size": 1,
+            "enable_chunked_prefill": False,
+            "swap_space": 4,
+            "limit_mm_per_prompt": {"image": 2},
+        }
+
+    def test_what_nobody_says_changes_nothing(self, parser: Any, vllm: ModuleType, llm: LLM) -> None:
+        parser.set_defaults(model=BUNDLED_MODEL, runner="generate", **CPU)
+        args = vars(parser.parse_args(["--own-count", "3"]))
+        assert args.pop("own_count") == 3
+        with vllm.LLM(**args) as made:
+            assert_equal(made.generate(PROMPTS, greedy(4)), llm.generate(PROMPTS, greedy(4)))
+
+    def test_wrong_ones(self, parser: Any, vllm: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(ValueError, match="unknown argument 'max_len': did you mean"):
+            vllm.EngineArgs(BUNDLED_MODEL, max_len=3)
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--colour", "red"])
+        assert "unrecognized arguments: --colour red" in capsys.readouterr().err
+
+
+class TestReadingTexts:
+    """What models that read texts return, as vLLM's programs take it."""
+
+    TEXTS = ("ROMEO:", "My lord, what is the time?")
+
+    def test_embeddings(self, vllm: ModuleType, vllm_llm: Any, llm: LLM) -> None:
+        expected = llm.embed(list(self.TEXTS))
+        found = vllm_llm.embed(list(self.TEXTS), pooling_params=vllm.PoolingParams())
+        for one, wanted in zip(found, expected, strict=True):
+            assert isinstance(one, vllm.EmbeddingRequestOutput)
+            assert isinstance(one.request_id, str)
+            assert one.finished
+            assert one.prompt_token_ids == wanted.prompt_token_ids
+            assert one.outputs.embedding == pytest.approx(wanted.embedding.tolist(), abs=1e-6)
+            assert one.outputs.hidden_size == len(wanted.embedding)
+        encoded = vllm_llm.encode(list(self.TEXTS), pooling_task="embed")
+        assert [one.outputs.data.tolist() for one in encoded] == [one.outputs.embedding for one in found]
+
+    def test_cosines(self, vllm_llm: Any, llm: LLM) -> None:
+        one, other = (output.embedding for output in llm.embed(list(self.TEXTS)))
+        found = vllm_llm.score(self.TEXTS[0], list(self.TEXTS))
+        assert [output.outputs.score for output in found] == pytest.approx([1.0, float(one @ other)], abs=1e-5)
+        with pytest.raises(ValueError, match=r"data_2=.*: must be a text and several, or as many texts as others"):
+            vllm_llm.score(list(self.TEXTS), [self.TEXTS[0]] * 3)
+
+    @pytest.mark.parametrize("labels", [1, 3])
+    def test_classifiers(self, labels: int, vllm: ModuleType, tmp_path: Path) -> None:
+        config = AutoConfig.from_pretrained(BUNDLED_MODEL, num_labels=labels, pad_token_id=0)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(BUNDLED_MODEL).save_pretrained(tmp_path)
+        with LLM(str(tmp_path), dtype="float32") as ours, vllm.LLM(str(tmp_path), dtype="float32") as theirs:
+            expected = ours.classify(list(self.TEXTS))
+            found = theirs.classify(list(self.TEXTS))
+            assert [one.outputs.probs for one in found] == [
+                pytest.approx(one.probs.tolist(), abs=1e-6) for one in expected
+            ]
+            assert found[0].outputs.num_classes == labels
+            rewards = theirs.reward(list(self.TEXTS))
+            assert [one.outputs.data.tolist() for one in rewards] == [
+                pytest.approx(one.logits.tolist(), abs=1e-6) for one in expected
+            ]
+            if labels == 1:
+                wanted = [float(one.score) for one in ours.rerank(self.TEXTS[0], list(self.TEXTS))]
+                scores = [one.outputs.score for one in theirs.score(self.TEXTS[0], list(self.TEXTS))]
+                assert scores == pytest.approx(wanted, abs=1e-6)
+
+    def test_what_cannot_be_read(self, vllm: ModuleType, vllm_llm: Any) -> None:
+        with pytest.raises(ValueError, match="pooling_task='encode': must be 'embed' or 'classify'"):
+            vllm_llm.encode(list(self.TEXTS))
+        with pytest.raises(ValueError, match="normalize=False: must be None or True"):
+            vllm.PoolingParams(normalize=False)
+        with pytest.raises(ValueError, match=r"pooling_params=.*: must ask for the same dimensions"):
+            vllm_llm.embed(list(self.TEXTS), pooling_params=[vllm.PoolingParams(dimensions=size) for size in (4, 8)])

@@ -63,13 +63,17 @@ class LLMThread:
         self._thread = Thread(target=self._run, name="nanoinfer", daemon=True)
         self._thread.start()
 
-    def submit(self, key: Hashable, prepare: Prepare, max_tokens: int | None, streams: bool = False) -> None:
+    def submit(
+        self, key: Hashable, prepare: Prepare, max_tokens: int | None, streams: bool = False, at_once: bool = False
+    ) -> None:
         """Queue a request. Raises RuntimeError if the thread is closed.
 
         max_tokens: of its settings; streams: as for LLM.add_request
+        at_once: the LLM gets it before others are prepared, as where `prepare` loads an adapter for it alone
         """
         most_tokens = math.inf if max_tokens is None else max_tokens
-        self._ask(key, lambda llm: self._waiting.append(Submitted(key, prepare(llm), most_tokens, streams)))
+        queue = self._begin if at_once else self._waiting.append
+        self._ask(key, lambda llm: queue(Submitted(key, prepare(llm), most_tokens, streams)))
 
     def call(self, key: Hashable, function: Callable[[LLM], Any]) -> None:
         """Let a function use the LLM between two steps. Raises RuntimeError if the thread is closed."""
@@ -79,6 +83,11 @@ class LLMThread:
         """End a request of which nobody wants to hear any more."""
         with suppress(RuntimeError):  # `close` has ended it
             self._ask(key, lambda llm: self._abort(llm, key))
+
+    def finish(self, key: Hashable) -> None:
+        """End a request now: its output has the tokens so far, and finish_reason "abort"."""
+        with suppress(RuntimeError):  # `close` has ended it
+            self._ask(key, lambda llm: self._finish(llm, key))
 
     def close(self) -> None:
         """End all requests with an error that says so, and close the LLM; safe to call twice."""
@@ -159,14 +168,18 @@ class LLMThread:
         if self._longest_first:
             self._waiting.sort(key=attrgetter("most_tokens"), reverse=True)
         while len(self._running) < most and (place := self._choose()) is not None:
-            key, coming, _, streams = self._waiting.pop(place)
-            try:
-                number = self._llm.add_request(coming, streams=streams)
-                self._running[number] = Running(key, coming.settings.params.n if streams else 1)
-                self._numbers[key] = number
-            except BaseException as error:
-                self._told.append((key, error))
-                self._end_dropped()
+            self._begin(self._waiting.pop(place))
+
+    def _begin(self, one: Submitted) -> None:
+        """Give the LLM a request."""
+        assert self._llm is not None
+        try:
+            number = self._llm.add_request(one.coming, streams=one.streams)
+            self._running[number] = Running(one.key, one.coming.settings.params.n if one.streams else 1)
+            self._numbers[one.key] = number
+        except BaseException as error:
+            self._told.append((one.key, error))
+            self._end_dropped()
 
     def _choose(self) -> int | None:
         """Return the place of the first whose images are prepared; if there is none and nothing runs, the first."""
@@ -199,6 +212,13 @@ class LLMThread:
                 one.coming.cancel()
                 del self._waiting[place]
                 return
+
+    def _finish(self, llm: LLM, key: Hashable) -> None:
+        place = next((place for place, one in enumerate(self._waiting) if one.key == key), None)
+        if place is not None:
+            self._begin(self._waiting.pop(place))
+        if (number := self._numbers.get(key)) is not None:
+            llm.abort(number)
 
     def _end_dropped(self) -> None:
         """Tell of requests that the LLM has dropped, because a call has closed it or was broken off."""

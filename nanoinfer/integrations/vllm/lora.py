@@ -102,6 +102,10 @@ class AskedLoras:
         return loras_of(llm).check_requests(llm, self.given, alone)
 
 
+class NoRoomError(ValueError):
+    """Adapters of requests that run have all room that there is."""
+
+
 class CallLoras(NamedTuple):
     """What a call asks for by LoRARequests, when it is checked and before it is loaded.
 
@@ -202,7 +206,7 @@ class LoRARequests:
         ]
         if count > len(idle):
             staying = ", ".join(repr(name) for name in there if name not in idle)
-            raise ValueError(
+            raise NoRoomError(
                 f"lora_request names {', '.join(map(repr, coming))}: max_adapters={most}, and these must stay:"
                 f" {staying}; llm.unload_adapter(name) makes room"
             )

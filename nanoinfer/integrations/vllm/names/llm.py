@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import llm
-from nanoinfer.checks import as_int, as_list, short
+from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.integrations.vllm.names.outputs import RequestOutput, all_renamed
 from nanoinfer.integrations.vllm.names.params import SamplingParams
+from nanoinfer.integrations.vllm.names.pooling import (
+    ClassificationData,
+    ClassificationRequestOutput,
+    EmbeddingData,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringData,
+    ScoringRequestOutput,
+    all_read,
+    as_pairs,
+    cosines,
+    data_of,
+    dimensions_of,
+)
+
+CUT_BEFORE = "a text that is too long is refused: cut it before"
 
 if TYPE_CHECKING:
-    from nanoinfer.integrations.vllm.names.engine import EngineArgs
+    from nanoinfer.integrations.vllm.names.command_line import Options
 
 
 class LLM(llm.LLM):
@@ -21,7 +39,7 @@ class LLM(llm.LLM):
     beam_rules = VllmRules
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+    def from_engine_args(cls, engine_args: Options) -> LLM:
         """Make an LLM with the options of an EngineArgs."""
         return cls(**vars(engine_args))
 
@@ -76,6 +94,84 @@ class LLM(llm.LLM):
         super().default_sampling_params()
         return SamplingParams(**find_sampling_params(self.config.model, self.config.generation_config))
 
-    def score(self, *texts: Any, **options: Any) -> Any:
-        """Raise ValueError: vLLM's score compares texts by a model for that; nanoinfer's is another function."""
-        raise ValueError("score: vLLM's compares texts by a pooling model, and a model here generates; use generate")
+    def embed(  # type: ignore[override]  # the outputs are vLLM's
+        self,
+        prompts: Any,
+        *,
+        truncate_prompt_tokens: None = None,
+        use_tqdm: Any = True,
+        pooling_params: Any = None,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Compute each text's embedding, as nanoinfer.LLM does.
+
+        pooling_params: PoolingParams for all texts, or one each with the same dimensions
+        truncate_prompt_tokens: None: a text that is too long is refused
+        """
+        check_none("truncate_prompt_tokens", truncate_prompt_tokens, CUT_BEFORE)
+        found = super().embed(prompts, dimensions=dimensions_of(pooling_params), use_tqdm=use_tqdm, **options)
+        return all_read(EmbeddingRequestOutput, found, lambda one: EmbeddingData(one.embedding.tolist()))
+
+    def classify(  # type: ignore[override]  # as above
+        self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
+    ) -> list[ClassificationRequestOutput]:
+        """Compute what a classifier makes of each text, as nanoinfer.LLM does."""
+        dimensions_of(pooling_params)
+        found = super().classify(prompts, use_tqdm, **options)
+        return all_read(ClassificationRequestOutput, found, lambda one: ClassificationData(one.probs.tolist()))
+
+    def reward(
+        self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Compute the scores of a classifier's head for each text, in outputs.data."""
+        dimensions_of(pooling_params)
+        found = super().classify(prompts, use_tqdm, **options)
+        return all_read(PoolingRequestOutput, found, lambda one: data_of(one.logits))
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        use_tqdm: Any = True,
+        pooling_task: str = "encode",
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Read each text, and return numbers in outputs.data.
+
+        pooling_task: "embed": its embedding; "classify": what a classifier makes of it. Each token's own numbers, which
+            vLLM's other tasks return, cannot be had
+        """
+        task = getattr(pooling_params, "task", None) or pooling_task
+        if task not in ("embed", "classify"):
+            raise ValueError(f"pooling_task={short(task)}: must be 'embed' or 'classify': a text is read as a whole")
+        if task == "embed":
+            found = super().embed(prompts, dimensions=dimensions_of(pooling_params), use_tqdm=use_tqdm, **options)
+            return all_read(PoolingRequestOutput, found, lambda one: data_of(one.embedding))
+        classified = super().classify(prompts, use_tqdm, **options)
+        return all_read(PoolingRequestOutput, classified, lambda one: data_of(one.probs))
+
+    def score(  # type: ignore[override]  # nanoinfer's score is another function
+        self,
+        data_1: Any,
+        data_2: Any,
+        *,
+        truncate_prompt_tokens: None = None,
+        use_tqdm: Any = True,
+        pooling_params: Any = None,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Compute how well texts fit: by a model that scores pairs, or by the cosine of two embeddings.
+
+        data_1, data_2: a text and several, or as many texts as there are others
+        truncate_prompt_tokens: None: a text that is too long is refused
+        """
+        check_none("truncate_prompt_tokens", truncate_prompt_tokens, CUT_BEFORE)
+        dimensions_of(pooling_params)
+        firsts, seconds = as_pairs(data_1, data_2)
+        if self.config.description.labels is None:
+            return cosines(super().embed([*firsts, *seconds], use_tqdm=use_tqdm, **options))
+        found: list[Any] = []
+        for query, pairs in groupby(zip(firsts, seconds, strict=True), itemgetter(0)):
+            found += super().rerank(query, [document for _, document in pairs], use_tqdm=use_tqdm, **options)
+        return all_read(ScoringRequestOutput, found, lambda one: ScoringData(float(one.score)))

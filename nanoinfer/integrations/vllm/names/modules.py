@@ -10,7 +10,9 @@ from typing import Any
 
 from nanoinfer.beam_search_params import BeamSearchParams
 from nanoinfer.integrations.vllm.lora import LoRARequest
-from nanoinfer.integrations.vllm.names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
+from nanoinfer.integrations.vllm.names import pooling
+from nanoinfer.integrations.vllm.names.command_line import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+from nanoinfer.integrations.vllm.names.engine import AsyncLLMEngine, LLMEngine
 from nanoinfer.integrations.vllm.names.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoinfer.integrations.vllm.names.llm import LLM
 from nanoinfer.integrations.vllm.names.outputs import CompletionOutput, RequestOutput
@@ -46,7 +48,20 @@ ADDRESSES = _named(get_ip, get_open_port)
 ENGINE_ARGS = _named(AsyncEngineArgs, EngineArgs)
 GROUPS = _named(cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel)
 LOGPROBS = _named(Logprob=LogProb, PromptLogprobs=list, SampleLogprobs=list)
-OUTPUTS = _named(CompletionOutput, RequestOutput)
+OUTPUTS = _named(
+    CompletionOutput,
+    RequestOutput,
+    pooling.ClassificationRequestOutput,
+    pooling.EmbeddingRequestOutput,
+    pooling.PoolingOutput,
+    pooling.PoolingRequestOutput,
+    pooling.ScoringRequestOutput,
+    ClassificationOutput=pooling.ClassificationData,
+    EmbeddingOutput=pooling.EmbeddingData,
+    ScoringOutput=pooling.ScoringData,
+)
+POOLING = _named(pooling.PoolingParams)
+PARSERS = _named(FlexibleArgumentParser)
 PROMPTS = _named(TextPrompt, TokensPrompt, PromptType=PromptType)
 SETTINGS = _named(BeamSearchParams, GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams)
 TEMPLATES = _named(resolve_chat_template, resolve_hf_chat_template=resolve_chat_template)
@@ -54,7 +69,8 @@ TOKENIZERS = _named(get_tokenizer)
 
 MODULES: dict[str, Names] = {
     "": {
-        **_named(AsyncLLMEngine, LLM, SamplingParams, __version__=version("vllm")),
+        **_named(AsyncLLMEngine, LLM, LLMEngine, SamplingParams, __version__=version("vllm")),
+        **POOLING,
         **PROMPTS,
         **OUTPUTS,
         **ENGINE_ARGS,
@@ -68,6 +84,7 @@ MODULES: dict[str, Names] = {
     ".engine": {},
     ".engine.arg_utils": ENGINE_ARGS,
     ".engine.async_llm_engine": _named(AsyncLLMEngine),
+    ".engine.llm_engine": _named(LLMEngine),
     ".entrypoints": {},
     ".entrypoints.chat_utils": TEMPLATES,
     ".entrypoints.llm": _named(LLM),
@@ -77,6 +94,7 @@ MODULES: dict[str, Names] = {
     ".lora": {},
     ".lora.request": _named(LoRARequest),
     ".outputs": OUTPUTS,
+    ".pooling_params": POOLING,
     ".renderers": {},
     ".renderers.hf": TEMPLATES,
     ".sampling_params": SETTINGS,
@@ -84,10 +102,12 @@ MODULES: dict[str, Names] = {
     ".tokenizers": TOKENIZERS,
     ".transformers_utils": {},
     ".transformers_utils.tokenizer": TOKENIZERS,
-    ".utils": ADDRESSES,
+    ".utils": {**ADDRESSES, **PARSERS},
+    ".utils.argparse_utils": PARSERS,
     ".utils.network_utils": ADDRESSES,
     ".v1": {},
     ".v1.engine": {},
+    ".v1.engine.llm_engine": _named(LLMEngine),
     ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
 }
 """Maps each module, behind "vllm", to its names. A module stands behind those that hold it."""

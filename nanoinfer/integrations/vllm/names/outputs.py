@@ -21,6 +21,7 @@ class RequestOutput(outputs.RequestOutput):
     """One prompt's result. Its request_id is a string, as vLLM's is.
 
     lora_request: the one that the prompt came with, or None
+    finished: whether all samples have ended; an output of a request that runs may come before
     metrics, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
     """
 
@@ -28,6 +29,11 @@ class RequestOutput(outputs.RequestOutput):
     metrics = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
 
     lora_request: LoRARequest | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return bool(dict.get(self, "is_finished", True))
 
 
 def renamed(output: outputs.RequestOutput, lora_request: LoRARequest | None) -> RequestOutput:

@@ -57,8 +57,10 @@ class SamplingParams(sampling_params.SamplingParams):
 
     n, max_tokens, settings: as in nanoinfer.SamplingParams
     guided_decoding: structured_outputs by the name of vLLM before 0.11
+    output_kind: what an engine's outputs hold while a request runs: all so far, what is new, or nothing before its end
     """
 
+    output_kind: RequestOutputKind
     __struct_fields__ = tuple(field.name for field in fields(sampling_params.SamplingParams))  # as programs ask
 
     def __init__(
@@ -67,8 +69,12 @@ class SamplingParams(sampling_params.SamplingParams):
         *,
         max_tokens: int | None = MAX_TOKENS,
         guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         **settings: Any,
     ) -> None:
+        kind = RequestOutputKind.CUMULATIVE if output_kind is None else output_kind
+        if not isinstance(kind, RequestOutputKind):
+            raise ValueError(f"output_kind={short(output_kind)}: must be one of vllm.sampling_params.RequestOutputKind")
         if guided_decoding is not None:
             if settings.get("structured_outputs") is not None:
                 raise ValueError(
@@ -76,9 +82,15 @@ class SamplingParams(sampling_params.SamplingParams):
                 )
             settings["structured_outputs"] = guided_decoding
         super().__init__(n=n, max_tokens=max_tokens, **settings)
+        self.__dict__["output_kind"] = kind
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__("structured_outputs" if name == "guided_decoding" else name, value)
+        settings = self.__dict__
+        kind = SamplingParams(output_kind=value).output_kind if name == "output_kind" else settings.get("output_kind")
+        if name != "output_kind":
+            super().__setattr__("structured_outputs" if name == "guided_decoding" else name, value)
+        if kind is not None:  # the constructor sets it last
+            settings["output_kind"] = kind
 
 
 SamplingParams.__annotations__ = dict(sampling_params.SamplingParams.__annotations__)  # programs look there
