@@ -37,7 +37,7 @@ class LogProb(float):
     @property
     def logprob(self) -> float:
         """The log-probability itself."""
-        return self
+        return float(self)
 
     @property
     def decoded_token(self) -> str | None:

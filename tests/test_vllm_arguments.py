@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanoinfer.config import Config
-from nanoinfer.integrations.vllm.arguments import ANY, ARGUMENTS, FLAG, reason_for
+from nanoinfer.integrations.vllm.arguments import ANY, ARGUMENTS, FLAG, _warn_once, reason_for
 from nanoinfer.integrations.vllm.spellings import OTHER_NAMES
 from nanoinfer.integrations.words import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
@@ -256,7 +256,11 @@ class TestOptions:
             ({"lora_dtype": "float16"}, r"must be None or 'auto': adapters have the model's dtype"),
             ({"enable_lora_bias": True}, r"must be None or False: merge such an adapter into its base"),
             ({"default_mm_loras": {"image": "here"}}, r"must be None or empty: .*SamplingParams\(adapter=...\)"),
-            ({"enable_prefix_caching": False}, r"must be None or True: .*; llm.reset_prefix_cache\(\) forgets it"),
+            ({"enable_prefix_caching": "no"}, r"must be None or True: .*; llm.reset_prefix_cache\(\) forgets it"),
+            (
+                {"structured_outputs_config": {"reasoning_parser": "a"}},
+                "must be None, empty or its default: llguidance",
+            ),
             ({"kv_cache_memory_bytes": 2**30}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
             ({"num_gpu_blocks_override": 64}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
             ({"generation_config": "/here"}, r"must be None, 'auto' or 'vllm': see llm.default_sampling_params\(\)"),
@@ -289,6 +293,29 @@ class TestOptions:
         (name,) = wrong
         with pytest.raises(ValueError, match=f"^{name}=.*{message.removeprefix(f'{name}=')}"):
             Config(BUNDLED_MODEL, **wrong)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"enable_prefix_caching": False},
+            {"guided_decoding_backend": "xgrammar:no-fallback"},
+            {"structured_outputs_config": {"backend": "outlines", "disable_fallback": True}},
+        ],
+        ids=repr,
+    )
+    def test_what_changes_speed_alone_is_taken_with_one_warning(
+        self, given: dict, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ((name, value),) = given.items()
+        _warn_once.cache_clear()
+        for _ in range(2):
+            ARGUMENTS["LLM"][name].check(name, value, {})
+        (said,) = caplog.messages
+        assert said.startswith(f"{name}={value!r} is left out: ")
+
+    def test_ngrams_as_a_model(self) -> None:
+        config = Config(BUNDLED_MODEL, speculative_config={"model": "[ngram]", "num_speculative_tokens": 3})
+        assert (config.speculation, config.max_guesses) == ("suffix", 3)
 
     def test_a_launched_process_is_a_model_or_has_a_group(self) -> None:
         """As TRL starts vLLM: with external_launcher each process is a rank."""
@@ -386,8 +413,9 @@ class TestCalls:
         [
             (
                 {"priority": [0, 1]},
-                r"priority=\[0, 1\]: must be None or 0, for all prompts: requests begin in the order",
+                r"priority=\[0, 1\]: must be None or 0, for all prompts or one for each: requests begin",
             ),
+            ({"priority": [0, 0, 0]}, r"priority=\[0, 0, 0\]: must be None or 0, for all prompts or one for each"),
             (
                 {"tokenization_kwargs": {"truncation": True}},
                 "must be None or empty: pass prompts of token ids to tokeni",

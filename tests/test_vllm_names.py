@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import importlib
 import importlib.metadata
+import json
 import os
 import pickle
+import re
 import runpy
 import shutil
 import subprocess
@@ -572,3 +574,61 @@ class TestReadingTexts:
             vllm.PoolingParams(normalize=False)
         with pytest.raises(ValueError, match=r"pooling_params=.*: must ask for the same dimensions"):
             vllm_llm.embed(list(self.TEXTS), pooling_params=[vllm.PoolingParams(dimensions=size) for size in (4, 8)])
+
+
+def test_schemas_forbid_what_they_do_not_declare(vllm: ModuleType) -> None:
+    """As xgrammar's strict mode does; a schema that says what else there may be keeps it, and values stay values."""
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}, "b": {"$ref": "#/$defs/open"}}}
+    schema = {
+        **{"type": "object", "properties": {"a": {"anyOf": [inner, {"const": {"properties": {}}}]}}},
+        "$defs": {"open": {"properties": {"c": {}}, "additionalProperties": {"type": "integer"}}},
+    }
+    strict = {
+        **{"type": "object", "additionalProperties": False, "$defs": schema["$defs"]},
+        "properties": {"a": {"anyOf": [{**inner, "additionalProperties": False}, {"const": {"properties": {}}}]}},
+    }
+    forms = vllm.sampling_params.StructuredOutputsParams, vllm.sampling_params.GuidedDecodingParams, dict
+    for form in forms:
+        for given in (schema, json.dumps(schema)):
+            made = vllm.SamplingParams(structured_outputs=form(json=given))
+            assert json.loads(made.structured_outputs["json"]) == strict
+    with pytest.raises(ValueError, match="'json' must be a JSON Schema"):
+        vllm.SamplingParams(structured_outputs={"json": "{"})
+
+
+def test_log_probabilities_are_plain_floats(vllm_llm: Any, vllm: ModuleType) -> None:
+    (output,) = vllm_llm.generate(PROMPTS[:1], vllm.SamplingParams(max_tokens=1, logprobs=1))
+    assert {type(entry.logprob) for entry in output.outputs[0].logprobs[0].values()} == {float}
+    with vllm_llm.deprecate_legacy_api():
+        pass
+
+
+def test_what_programs_ask_of_the_machine(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    has_cuda = torch.cuda.is_available()
+    assert (current_platform.is_cuda(), current_platform.is_cpu(), current_platform.is_rocm()) == (
+        has_cuda,
+        not has_cuda,
+        False,
+    )
+    assert current_platform.device_type == ("cuda" if has_cuda else "cpu")
+    monkeypatch.setenv("VLLM_SOMETHING", "1")
+    assert (envs.VLLM_SOMETHING, envs.VLLM_OTHER) == ("1", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("config", "KVTransferConfig", "no other engine takes part in a prompt"),
+        ("assets.image", "ImageAsset", "nothing is fetched"),
+        ("v1.metrics.reader", "Counter", "llm.stats()"),
+    ],
+)
+def test_what_is_not_here_says_what_to_use(module: str, name: str, instead: str, vllm: ModuleType) -> None:
+    found = importlib.import_module(f"vllm.{module}")
+    with pytest.raises(RuntimeError, match=f"nanoinfer has no {name}: {re.escape(instead)}"):
+        getattr(found, name)("an argument")
+    with pytest.raises(ImportError, match=r"cannot import name 'Nothing' from 'vllm\..*modules\.py"):
+        exec(f"from vllm.{module} import Nothing")

@@ -6,11 +6,15 @@ servers, or name what nanoinfer does anyway. None always means that an argument 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Set
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from nanoinfer.checks import as_flag, as_int, as_list, as_number, short
+
+log = logging.getLogger("nanoinfer")
 
 Arguments = Mapping[str, Any]
 
@@ -29,9 +33,21 @@ class Argument(NamedTuple):
     reason: str
 
     def check(self, name: str, value: Any, beside: Arguments) -> None:
-        """Raise ValueError for a value that would change something; beside: all arguments of the call."""
-        if value is not None and not self.same.has(value, beside):
-            raise ValueError(f"{name}={short(value)}: must be {self.same.text}: {self.reason}")
+        """Raise ValueError for a value that would change results; beside: all arguments of the call.
+
+        What would change speed alone, or what computes the same, is taken with one warning.
+        """
+        if value is None or self.same.has(value, beside):
+            return
+        if name in OF_SPEED and OF_SPEED[name].has(value, beside):
+            _warn_once(f"{name}={short(value)} is left out: {self.reason}")
+            return
+        raise ValueError(f"{name}={short(value)}: must be {self.same.text}: {self.reason}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def _only(*values: Any) -> Values:
@@ -95,9 +111,15 @@ def _is_whole_output(kind: Any, beside: Arguments) -> bool:
 
 def _are_equal_priorities(priority: Any, beside: Arguments) -> bool:
     entries = as_list(priority)
-    return all(entry is None or _equal(entry, 0) for entry in ([priority] if entries is None else entries))
+    if entries is None:
+        return _equal(priority, 0)
+    prompts = as_list(beside.get("prompts", beside.get("messages")))
+    is_one = not prompts or as_int(prompts[0]) is not None or (isinstance(prompts[0], Mapping) and "role" in prompts[0])
+    count = 1 if is_one or prompts is None else len(prompts)
+    return len(entries) == count and all(entry is None or _equal(entry, 0) for entry in entries)
 
 
+BACKENDS = {"backend", "disable_fallback"}
 NONE = Values("None", lambda value, _: False)
 ANY = Values("any value", lambda value, _: True)
 EMPTY = Values("None or empty", _is_empty)
@@ -110,7 +132,13 @@ STARTS = Values("None, 'mp', 'uni', 'ray', or 'external_launcher' with one proce
 WHOLE_OUTPUT = Values("None, CUMULATIVE or FINAL_ONLY", _is_whole_output)
 BEST_OF = Values("None or n", lambda value, beside: as_int(value) == as_int(beside.get("n", 1)))
 BEAM_WIDTH = Values("None or beam_width", lambda value, beside: as_int(value) == as_int(beside.get("beam_width", 0)))
-EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
+EQUAL_PRIORITIES = Values("None or 0, for all prompts or one for each", _are_equal_priorities)
+OF_SPEED = {
+    "enable_prefix_caching": FALSE,
+    "guided_decoding_backend": Values("", lambda value, _: isinstance(value, str)),
+    "structured_outputs_config": Values("", lambda value, _: isinstance(value, Mapping) and value.keys() <= BACKENDS),
+}
+"""Arguments of LLM at values that change how fast it is, or by which library it gets the same texts."""
 
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
 OF_FILES = "an adapter's own files say what it has"

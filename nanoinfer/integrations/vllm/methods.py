@@ -40,6 +40,13 @@ ABSENT = {
         ("reset_mm_cache", "leave it out: equal images are known by their pixels"),
         ("preprocess_chat", "llm.get_tokenizer().apply_chat_template makes a chat's text"),
         ("supported_tasks", "llm.config.description.generates says whether the model generates"),
+        ("shutdown exit", "llm.close() gives memory and processes back"),
+        ("flush_cache", "llm.reset_prefix_cache() forgets what prompts share"),
+        ("async_generate", "AsyncLLM serves the tasks of an event loop"),
+        ("update_weights_from_tensor update_weights_from_disk update_weights_from_distributed", OUR_WEIGHTS),
+        ("release_memory_occupation", "llm.sleep gives memory back, and llm.wake_up takes it again"),
+        ("resume_memory_occupation", "llm.wake_up takes memory again"),
+        ("get_server_info", "llm.config has the options, and llm.stats() what has been done"),
         ("from_engine_args", "LLM(model, ...) takes the options themselves"),
     )
     for name in names.split()

@@ -68,7 +68,7 @@ def _speculate(config: Any, beside: Options) -> Options:
     if not config:
         return {}
     model, count = config.get("model"), config.get("num_speculative_tokens")
-    method = config.get("method", None if model is None else DRAFT_MODEL)
+    method = config.get("method", None if model is None else "ngram" if model == "[ngram]" else DRAFT_MODEL)
     if method not in ("ngram", "suffix", DRAFT_MODEL):
         raise ValueError(
             f"{name}={short(config)}: its method must be 'ngram', 'suffix' or {DRAFT_MODEL!r}: nanoinfer guesses from"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,11 @@ class LLM(llm.LLM):
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         found = super().chat(messages, params, use_tqdm, **{**options, "lora_request": lora_request})
         return all_renamed(found, lora_request)
+
+    @staticmethod
+    def deprecate_legacy_api() -> AbstractContextManager[None]:
+        """Return a context that changes nothing: no name here is about to go."""
+        return nullcontext()
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the settings of the checkpoint's generation_config.json; max_tokens is 16 if it does not say.

@@ -30,6 +30,7 @@ from nanoinfer.integrations.vllm.names.processes import (
     get_ip,
     get_open_port,
 )
+from nanoinfer.integrations.vllm.names.surroundings import Environment, Platform, convert_image_mode
 from nanoinfer.integrations.vllm.names.tokenizers import get_tokenizer, resolve_chat_template
 from nanoinfer.logprob import LogProb
 
@@ -60,6 +61,16 @@ OUTPUTS = _named(
     EmbeddingOutput=pooling.EmbeddingData,
     ScoringOutput=pooling.ScoringData,
 )
+NO_TRANSFER = "no other engine takes part in a prompt"
+NO_ASSETS = "nothing is fetched: give images and frames of your own"
+CONFIGS: Names = {
+    **{name: Absent(name, NO_TRANSFER) for name in ("KVTransferConfig", "KVEventsConfig")},
+    **{name: Absent(name, "LLM takes options one by one") for name in ("CompilationConfig", "VllmConfig")},
+}
+METRICS: Names = {
+    name: Absent(name, "llm.stats() counts what has been done")
+    for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")
+}
 POOLING = _named(pooling.PoolingParams)
 PARSERS = _named(FlexibleArgumentParser)
 PROMPTS = _named(TextPrompt, TokensPrompt, PromptType=PromptType)
@@ -75,6 +86,11 @@ MODULES: dict[str, Names] = {
         **OUTPUTS,
         **ENGINE_ARGS,
     },
+    ".assets": {},
+    ".assets.audio": {"AudioAsset": Absent("AudioAsset", "of media there are images and frames of videos")},
+    ".assets.image": {"ImageAsset": Absent("ImageAsset", NO_ASSETS)},
+    ".assets.video": {"VideoAsset": Absent("VideoAsset", NO_ASSETS)},
+    ".config": CONFIGS,
     ".distributed": GROUPS,
     ".distributed.parallel_state": GROUPS,
     ".distributed.weight_transfer": {},
@@ -93,7 +109,11 @@ MODULES: dict[str, Names] = {
     ".logprobs": LOGPROBS,
     ".lora": {},
     ".lora.request": _named(LoRARequest),
+    ".multimodal": {},
+    ".multimodal.image": _named(convert_image_mode),
+    ".multimodal.utils": {"fetch_image": Absent("fetch_image", NO_ASSETS)},
     ".outputs": OUTPUTS,
+    ".platforms": {"current_platform": Platform()},
     ".pooling_params": POOLING,
     ".renderers": {},
     ".renderers.hf": TEMPLATES,
@@ -107,6 +127,8 @@ MODULES: dict[str, Names] = {
     ".utils.network_utils": ADDRESSES,
     ".v1": {},
     ".v1.engine": {},
+    ".v1.metrics": {},
+    ".v1.metrics.reader": METRICS,
     ".v1.engine.llm_engine": _named(LLMEngine),
     ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
 }
@@ -119,11 +141,13 @@ def fill(package: str) -> None:
         if suffix:
             _add(package + suffix)
         vars(sys.modules[package + suffix]).update(names)
+    _add(f"{package}.envs", Environment)
 
 
-def _add(name: str) -> None:
+def _add(name: str, kind: type[ModuleType] = ModuleType) -> None:
     """Make an empty module, which holds others, and let the one that holds it know it."""
-    module = ModuleType(name)
+    module = kind(name)
+    module.__file__ = __file__  # the error for a name that it lacks says so
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []
     sys.modules[name] = module

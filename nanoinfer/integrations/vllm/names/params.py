@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -52,6 +53,41 @@ class GuidedDecodingParams(StructuredOutputsParams):
         return cls(**entries) if any(entry is not None for entry in entries.values()) else None
 
 
+def with_strict_schema(form: Any) -> Any:
+    """Return structured outputs whose JSON Schema forbids what it does not declare, as xgrammar's strict mode does."""
+    given = form.get("json") if isinstance(form, Mapping) else getattr(form, "json", None)
+    if given is None:
+        return form
+    schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
+    try:
+        strict = _strict(json.loads(schema) if isinstance(schema, str) else schema)
+    except ValueError:  # no JSON; SamplingParams says so
+        return form
+    if isinstance(form, Mapping):
+        return {**form, "json": strict}
+    return replace(form, json=strict) if isinstance(form, StructuredOutputsParams) else form
+
+
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # hold schemas by names
+KEPT = ("const", "enum", "default", "allOf")  # are values, or schemas that all hold for one object
+OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf"}  # say what else there may be
+
+
+def _strict(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return list(map(_strict, schema))
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {}
+    for word, value in schema.items():
+        if word in NAMED and isinstance(value, Mapping):
+            inner[word] = {name: _strict(one) for name, one in value.items()}
+        else:
+            inner[word] = value if word in KEPT else _strict(value)
+    is_closed = isinstance(schema.get("properties"), Mapping) and not OPEN & schema.keys()
+    return {**inner, "additionalProperties": False} if is_closed else inner
+
+
 class SamplingParams(sampling_params.SamplingParams):
     """nanoinfer's SamplingParams, but max_tokens is 16 if it is left out.
 
@@ -81,6 +117,8 @@ class SamplingParams(sampling_params.SamplingParams):
                     f"guided_decoding={short(guided_decoding)}: must be None beside structured_outputs, its newer name"
                 )
             settings["structured_outputs"] = guided_decoding
+        if (form := settings.get("structured_outputs")) is not None:
+            settings["structured_outputs"] = with_strict_schema(form)
         super().__init__(n=n, max_tokens=max_tokens, **settings)
         self.__dict__["output_kind"] = kind
 
