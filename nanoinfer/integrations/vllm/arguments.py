@@ -7,23 +7,32 @@ servers, or name what nanoinfer does anyway. None always means that an argument 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
-from dataclasses import is_dataclass
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from nanoinfer.checks import as_flag, as_int, as_list, as_number, short
+from nanoinfer.checks import short
+from nanoinfer.integrations.vllm.values import (
+    ANY,
+    BEAM_WIDTH,
+    BEST_OF,
+    DEFAULT,
+    EMPTY,
+    EQUAL_PRIORITIES,
+    FALSE,
+    FLAG,
+    NONE,
+    NUMBER,
+    POSITIVE,
+    STARTS,
+    TRUE,
+    WHOLE_OUTPUT,
+    Arguments,
+    Values,
+    only,
+)
 
 log = logging.getLogger("nanoinfer")
-
-Arguments = Mapping[str, Any]
-
-
-class Values(NamedTuple):
-    """Values that change nothing. text: describes them; has: whether a value is one of them, beside other arguments."""
-
-    text: str
-    has: Callable[[Any, Arguments], bool]
 
 
 class Argument(NamedTuple):
@@ -50,89 +59,7 @@ def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-def _only(*values: Any) -> Values:
-    return Values(_listed(["None", *map(repr, values)]), lambda value, _: any(_equal(value, known) for known in values))
-
-
-def _listed(names: list[str]) -> str:
-    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-
-
-def _equal(value: Any, known: Any) -> bool:
-    """Whether a value, from any library, is a known one; a boolean is no number."""
-    if isinstance(known, bool):
-        return as_flag(value) is known
-    if isinstance(known, int):
-        return as_number(value) == known
-    return isinstance(value, str) and value == known
-
-
-def _is_empty(value: Any, beside: Arguments) -> bool:
-    return isinstance(value, (str, Mapping, Set, list, tuple)) and not value
-
-
-def _is_default(value: Any, beside: Arguments) -> bool:
-    """Whether a group of settings is one of vLLM's objects as it is made, or a mapping that sets nothing."""
-    if is_dataclass(value) and not isinstance(value, type):
-        try:
-            return bool(value == type(value)())
-        except Exception:  # one that cannot be made without arguments, for one
-            return False
-    if not isinstance(value, Mapping):
-        return _is_empty(value, beside)
-    off = _only(False, "auto")
-    return all(entry is None or off.has(entry, {}) or _is_default(entry, {}) for entry in value.values())
-
-
-def _is_number(value: Any, beside: Arguments) -> bool:
-    number = as_number(value)
-    return number is not None and number >= 0
-
-
-def _is_positive(value: Any, beside: Arguments) -> bool:
-    integer = as_int(value)
-    return integer is not None and integer > 0
-
-
-def _starts_as_ours(backend: Any, beside: Arguments) -> bool:
-    """Whether ranks start as ours do. With external_launcher each process has a rank, or is a model of its own."""
-    if _equal(backend, "external_launcher"):
-        sizes = (beside.get("tensor_parallel_size"), beside.get("data_parallel_size"))
-        return beside.get("tensor_parallel_group") is not None or all(size is None or _equal(size, 1) for size in sizes)
-    return any(_equal(backend, known) for known in ("mp", "uni", "ray"))
-
-
-def _is_whole_output(kind: Any, beside: Arguments) -> bool:
-    """Whether outputs are whole: vLLM's RequestOutputKind is CUMULATIVE, which is 0, or FINAL_ONLY, which is 2."""
-    if isinstance(name := getattr(kind, "name", None), str):
-        return name in ("CUMULATIVE", "FINAL_ONLY")
-    return _equal(kind, 0) or _equal(kind, 2)
-
-
-def _are_equal_priorities(priority: Any, beside: Arguments) -> bool:
-    entries = as_list(priority)
-    if entries is None:
-        return _equal(priority, 0)
-    prompts = as_list(beside.get("prompts", beside.get("messages")))
-    is_one = not prompts or as_int(prompts[0]) is not None or (isinstance(prompts[0], Mapping) and "role" in prompts[0])
-    count = 1 if is_one or prompts is None else len(prompts)
-    return len(entries) == count and all(entry is None or _equal(entry, 0) for entry in entries)
-
-
 BACKENDS = {"backend", "disable_fallback"}
-NONE = Values("None", lambda value, _: False)
-ANY = Values("any value", lambda value, _: True)
-EMPTY = Values("None or empty", _is_empty)
-DEFAULT = Values("None, empty or its default", _is_default)
-FLAG = Values("None, True or False", lambda value, _: as_flag(value) is not None)
-FALSE, TRUE = _only(False), _only(True)
-NUMBER = Values("None or a number of at least 0", _is_number)
-POSITIVE = Values("None or a positive integer", _is_positive)
-STARTS = Values("None, 'mp', 'uni', 'ray', or 'external_launcher' with one process a model", _starts_as_ours)
-WHOLE_OUTPUT = Values("None, CUMULATIVE or FINAL_ONLY", _is_whole_output)
-BEST_OF = Values("None or n", lambda value, beside: as_int(value) == as_int(beside.get("n", 1)))
-BEAM_WIDTH = Values("None or beam_width", lambda value, beside: as_int(value) == as_int(beside.get("beam_width", 0)))
-EQUAL_PRIORITIES = Values("None or 0, for all prompts or one for each", _are_equal_priorities)
 OF_SPEED = {
     "enable_prefix_caching": FALSE,
     "guided_decoding_backend": Values("", lambda value, _: isinstance(value, str)),
@@ -168,26 +95,26 @@ Line = tuple[str, Values, str]
 
 FOR_LLM: tuple[Line, ...] = (
     # The model and its files
-    ("convert", _only("auto", "none", "embed"), READS),
+    ("convert", only("auto", "none", "embed"), READS),
     ("pooler_config override_pooler_config", DEFAULT, READS),
-    ("model_impl", _only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
-    ("config_format", _only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),
+    ("model_impl", only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
+    ("config_format", only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),
     ("model_weights hf_config_path", EMPTY, "config.json and weights lie in one folder; pass it as model"),
     ("hf_overrides model_class_overrides rope_scaling rope_theta", EMPTY, "change the folder's config.json"),
     ("model_loader_extra_config", EMPTY, "files are read in one way"),
-    ("safetensors_load_strategy", _only("lazy", "eager", "prefetch"), "weights are read from *.safetensors"),
+    ("safetensors_load_strategy", only("lazy", "eager", "prefetch"), "weights are read from *.safetensors"),
     ("safetensors_prefetch_num_threads safetensors_prefetch_block_size", NUMBER, "files are read in one way"),
     ("ignore_patterns pt_load_map_location max_parallel_loading_workers", ANY, "weights are read from *.safetensors"),
     ("use_tqdm_on_load", FLAG, "write LLM(use_tqdm=...), which says whether a start shows bars"),
     ("code_revision", ANY, "no remote code runs here"),
     ("download_dir", NONE, "set the environment's HF_HUB_CACHE, or pass a folder as model"),
     ("hf_token", TRUE, "the Hub's client takes the token of the environment's HF_TOKEN, or of `hf auth login`"),
-    ("tokenizer_mode", _only("auto", "hf"), "tokenizers are those of transformers, fast where there is a fast one"),
+    ("tokenizer_mode", only("auto", "hf"), "tokenizers are those of transformers, fast where there is a fast one"),
     ("skip_tokenizer_init", FALSE, "a tokenizer is used if there is one; write SamplingParams(detokenize=False)"),
     ("tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config", ANY, "one process tokenizes"),
     ("chat_template", NONE, "pass it to llm.chat as chat_template"),
     ("enable_prompt_embeds", FALSE, "prompts are texts or token ids"),
-    ("generation_config", _only("auto", "vllm"), "see llm.default_sampling_params(), or pass SamplingParams"),
+    ("generation_config", only("auto", "vllm"), "see llm.default_sampling_params(), or pass SamplingParams"),
     ("override_generation_config", EMPTY, "pass SamplingParams, or change generation_config.json"),
     ("quantization_config", EMPTY, "config.json tells how a checkpoint is quantized; see LLM(quantization=...)"),
     ("quantization_param_path", NONE, "the checkpoint's own scales count; see LLM(kv_cache_dtype=...)"),
@@ -203,8 +130,8 @@ FOR_LLM: tuple[Line, ...] = (
     ("disable_hybrid_kv_cache_manager kv_sharing_fast_prefill swa_bounded_replay", FLAG, NOT_HERE),
     ("swap_space", NUMBER, "LLM(kv_offload_gib=...) says how much host memory keeps what blocks held"),
     ("preemption_mode watermark", ANY, "a sequence that loses its blocks is computed again"),
-    ("kv_offloading_size", _only(0), "write LLM(kv_offload_gib=...)"),
-    ("cpu_offload_gb offload_group_size", _only(0), NO_OFFLOADING),
+    ("kv_offloading_size", only(0), "write LLM(kv_offload_gib=...)"),
+    ("cpu_offload_gb offload_group_size", only(0), NO_OFFLOADING),
     ("cpu_offload_params offload_params", EMPTY, NO_OFFLOADING),
     ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend", ANY, NO_OFFLOADING),
     ("kv_transfer_config kv_events_config ec_transfer_config", EMPTY, "no other engine takes part in a prompt"),
@@ -221,23 +148,23 @@ FOR_LLM: tuple[Line, ...] = (
     ("max_num_active_seqs", NONE, "write LLM(max_num_seqs=...)"),
     ("max_num_queued_reqs max_num_queued_tokens", NONE, "a call's prompts all wait in one queue, which has no limit"),
     ("num_scheduler_steps", POSITIVE, "the host is always a step ahead"),
-    ("num_lookahead_slots", _only(0), SPECULATION),
+    ("num_lookahead_slots", only(0), SPECULATION),
     ("async_scheduling disable_async_output_proc multi_step_stream_outputs", FLAG, "the host is always a step ahead"),
     ("use_v2_block_manager", FLAG, NOT_HERE),
-    ("scheduling_policy", _only("fcfs"), IN_ORDER),
+    ("scheduling_policy", only("fcfs"), IN_ORDER),
     ("scheduler_cls", NONE, IN_ORDER),
-    ("stream_interval", _only(1), "llm.stream yields tokens as they come"),
+    ("stream_interval", only(1), "llm.stream yields tokens as they come"),
     ("tokens_only", FALSE, "write SamplingParams(detokenize=False)"),
     # Kernels and graphs
     ("max_seq_len_to_capture max_context_len_to_capture", NUMBER, "a graph replays sequences of any length"),
     ("cudagraph_capture_sizes cuda_graph_sizes max_cudagraph_capture_size", ANY, "graphs change no result"),
     ("compilation_config optimization_level performance_mode", ANY, "compiling changes no result"),
     ("attention_config kernel_config ir_op_priority", DEFAULT, OWN_KERNELS),
-    ("moe_backend linear_backend sparse_indexer_topk_backend", _only("auto"), OWN_KERNELS),
+    ("moe_backend linear_backend sparse_indexer_topk_backend", only("auto"), OWN_KERNELS),
     ("enable_flashinfer_autotune disable_cascade_attn", FLAG, OWN_KERNELS),
     ("monokernel use_fp64_gumbel", FALSE, OWN_KERNELS),
     ("gdn_prefill_backend kda_prefill_backend kda_decode_backend", ANY, OWN_KERNELS),
-    ("mamba_cache_dtype mamba_ssm_cache_dtype", _only("auto", "float32"), "LLM(state_dtype=...) is that of states"),
+    ("mamba_cache_dtype mamba_ssm_cache_dtype", only("auto", "float32"), "LLM(state_dtype=...) is that of states"),
     ("mamba_block_size mamba_cache_mode enable_mamba_shared_prefix_checkpoint", ANY, SNAPSHOTS),
     ("mamba_config mamba_backend mamba_ssu_algorithm", ANY, "no Mamba is here"),
     ("mamba_cache_philox_rounds replayssm_buffer_len", ANY, "no Mamba is here"),
@@ -247,10 +174,10 @@ FOR_LLM: tuple[Line, ...] = (
     ("distributed_executor_backend", STARTS, "an LLM starts its ranks itself, or has those of tensor_parallel_group"),
     ("worker_use_ray engine_use_ray disable_custom_all_reduce enable_shm_tensor_arena", FLAG, "ranks are processes"),
     ("ray_workers_use_nsight", FALSE, "ranks are processes that the LLM starts"),
-    ("pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size", _only(1), DIVIDED),
+    ("pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size", only(1), DIVIDED),
     ("dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", ANY, DIVIDED),
-    ("nnodes", _only(1), ONE_MACHINE),
-    ("node_rank", _only(0), ONE_MACHINE),
+    ("nnodes", only(1), ONE_MACHINE),
+    ("node_rank", only(0), ONE_MACHINE),
     ("master_addr master_port", ANY, ONE_MACHINE),
     ("distributed_timeout_seconds cpu_distributed_timeout_seconds", NONE, "write LLM(worker_timeout=...)"),
     ("watchdog_config fault_tolerance_config", DEFAULT, "write LLM(worker_timeout=..., restart_replicas=True)"),
@@ -258,7 +185,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("device_ids", EMPTY, "the environment's CUDA_VISIBLE_DEVICES chooses GPUs"),
     ("numa_bind", FALSE, "the operating system places processes"),
     ("numa_bind_nodes numa_bind_cpus", EMPTY, "the operating system places processes"),
-    ("data_parallel_rank data_parallel_start_rank", _only(0), "an LLM starts all of its replicas itself"),
+    ("data_parallel_rank data_parallel_start_rank", only(0), "an LLM starts all of its replicas itself"),
     ("data_parallel_size_local", NONE, "an LLM starts all of its replicas itself; write LLM(data_parallel_size=...)"),
     ("data_parallel_address data_parallel_rpc_port", NONE, "an LLM starts all of its replicas itself"),
     ("data_parallel_hybrid_lb data_parallel_external_lb", FALSE, "an LLM starts all of its replicas itself"),
@@ -270,13 +197,13 @@ FOR_LLM: tuple[Line, ...] = (
     ("elastic_ep_max_dp_size", ANY, "the number of ranks is fixed"),
     ("enable_dbo enable_hc_sp enable_batch_sharded_sampling disable_nccl_for_dp_synchronization", FLAG, NOT_HERE),
     ("ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval", NUMBER, NOT_HERE),
-    ("worker_cls", _only("auto"), "no code of yours runs in ranks"),
+    ("worker_cls", only("auto"), "no code of yours runs in ranks"),
     ("worker_extension_cls", EMPTY, "no code of yours runs in ranks; llm.update_weights writes weights"),
     ("weight_transfer_config", DEFAULT, "llm.update_weights takes a trainer's tensors"),
     # Adapters
     ("max_loras", POSITIVE, "write LLM(max_adapters=...), or enable_lora=True beside it"),
     ("max_cpu_loras", NUMBER, "adapters that are not loaded stay in their files"),
-    ("lora_dtype", _only("auto"), "adapters have the model's dtype: see LLM(dtype=...)"),
+    ("lora_dtype", only("auto"), "adapters have the model's dtype: see LLM(dtype=...)"),
     ("lora_extra_vocab_size max_lora_cls_labels", ANY, "adapters add no tokens"),
     ("lora_target_modules", EMPTY, OF_FILES),
     ("enable_mixed_moe_lora_format", FLAG, OF_FILES),
@@ -289,12 +216,12 @@ FOR_LLM: tuple[Line, ...] = (
     ("enable_prompt_adapter", FALSE, "there are no prompt adapters here"),
     ("max_prompt_adapters max_prompt_adapter_token", ANY, "there are no prompt adapters here"),
     ("speculative_model spec_method spec_model", EMPTY, SPECULATION),
-    ("spec_tokens num_speculative_tokens", _only(0), SPECULATION),
+    ("spec_tokens num_speculative_tokens", only(0), SPECULATION),
     ("watermark_config", EMPTY, "there is no watermark here"),
     ("diffusion_config", EMPTY, "models generate one token after another"),
     ("logits_processors", EMPTY, NO_CODE),
     ("structured_outputs_config", DEFAULT, "llguidance alone reads grammars; leave it out"),
-    ("guided_decoding_backend", _only("auto", "guidance"), "llguidance alone reads grammars; leave it out"),
+    ("guided_decoding_backend", only("auto", "guidance"), "llguidance alone reads grammars; leave it out"),
     ("guided_decoding_disable_fallback", FLAG, "llguidance alone reads grammars"),
     ("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties", FALSE, STRUCTURED),
     ("reasoning_parser reasoning_parser_plugin", EMPTY, "texts are what the model writes"),
@@ -324,8 +251,8 @@ FOR_LLM: tuple[Line, ...] = (
     # Logs and servers
     ("max_logprobs", ANY, "SamplingParams(logprobs=...) has no limit but the vocabulary"),
     ("disable_log_stats disable_log_requests enable_log_requests aggregate_engine_logging", FLAG, NOT_LOGGED),
-    ("_api_process_count", _only(1), "an LLM is used by one process"),
-    ("_api_process_rank", _only(0), "an LLM is used by one process"),
+    ("_api_process_count", only(1), "an LLM is used by one process"),
+    ("_api_process_rank", only(0), "an LLM is used by one process"),
     ("served_model_name max_log_len show_hidden_metrics_for_version shutdown_timeout", ANY, "there is no server here"),
     ("jit_monitor_mode jit_monitor_verbose fail_on_environ_validation", ANY, NOT_HERE),
     ("log_level log_config_file", EMPTY, 'set up the logger: logging.getLogger("nanoinfer")'),
@@ -333,7 +260,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("otlp_traces_endpoint collect_detailed_traces", EMPTY, "use torch.profiler around a call"),
     ("profiler_config", DEFAULT, "use torch.profiler around a call"),
     ("enable_layerwise_nvtx_tracing", FALSE, "use torch.profiler around a call"),
-    ("per_request_spec_decode_metrics", _only("none"), "each sample tells num_proposed_tokens and num_accepted_tokens"),
+    ("per_request_spec_decode_metrics", only("none"), "each sample tells num_proposed_tokens and num_accepted_tokens"),
     ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details", FALSE, "see llm.memory"),
     ("enable_mm_processor_stats", FALSE, "see llm.stats()"),
     ("kv_cache_metrics_sample custom_histogram_buckets", ANY, "there is no server here"),
@@ -342,17 +269,17 @@ FOR_LLM: tuple[Line, ...] = (
 FOR_SAMPLING_PARAMS: tuple[Line, ...] = (
     ("best_of", BEST_OF, "SamplingParams(n=...) gives all samples: choose among them"),
     ("use_beam_search early_stopping", FALSE, BEAMS),
-    ("length_penalty", _only(1), BEAMS),
+    ("length_penalty", only(1), BEAMS),
     ("logits_processors", EMPTY, NO_CODE),
     ("guided_decoding", EMPTY, STRUCTURED),
     ("spaces_between_special_tokens", FLAG, "the tokenizer alone says where spaces stand"),
     ("output_kind", WHOLE_OUTPUT, "llm.stream yields what is new"),
-    ("stream_interval", _only(1), "llm.stream yields tokens as they come"),
+    ("stream_interval", only(1), "llm.stream yields tokens as they come"),
     ("truncate_prompt_tokens", NONE, CUT_BEFORE),
     ("extra_args", EMPTY, "there are no plugins here"),
     ("flat_logprobs", FALSE, "log-probabilities are a list with a mapping for each token"),
     ("logprob_token_ids prompt_logprob_token_ids", EMPTY, "SamplingParams(logprobs=...) gives the most likely tokens"),
-    ("prompt_logprob_start", _only(0), "write SamplingParams(prompt_logprobs_start=...)"),
+    ("prompt_logprob_start", only(0), "write SamplingParams(prompt_logprobs_start=...)"),
     ("skip_clone", FLAG, "each call copies settings"),
     ("output_text_buffer_length", NUMBER, "llm.stream holds back what may begin a stop string"),
     ("thinking_token_budget", NONE, "write SamplingParams(max_tokens=...)"),
@@ -360,7 +287,7 @@ FOR_SAMPLING_PARAMS: tuple[Line, ...] = (
     ("watermarking", FALSE, "there is no watermark here"),
     ("skip_reading_prefix_cache", FALSE, NO_CACHE_SWITCH),
     ("trace_decode_token_ids", EMPTY, "llm.score tells how likely given tokens are"),
-    ("routed_experts_prompt_start", _only(0), "outputs have the experts of all tokens; see LLM(routed_experts=...)"),
+    ("routed_experts_prompt_start", only(0), "outputs have the experts of all tokens; see LLM(routed_experts=...)"),
 )
 
 FOR_BEAM_SEARCH_PARAMS: tuple[Line, ...] = (
@@ -387,9 +314,9 @@ FOR_GENERATE: tuple[Line, ...] = (
 )
 FOR_CHAT: tuple[Line, ...] = (
     *FOR_CALLS,
-    ("chat_template_content_format", _only("auto", "string", "openai"), "a template gets content in the form it takes"),
+    ("chat_template_content_format", only("auto", "string", "openai"), "a template gets content in the form it takes"),
 )
-FOR_SLEEP: tuple[Line, ...] = (("mode", _only("abort", "wait", "keep"), "llm.sleep is refused while requests run"),)
+FOR_SLEEP: tuple[Line, ...] = (("mode", only("abort", "wait", "keep"), "llm.sleep is refused while requests run"),)
 FOR_RESET: tuple[Line, ...] = (
     ("reset_running_requests", FALSE, "requests that run keep what they have computed"),
     ("reset_connector", FLAG, "no other engine keeps prompts"),

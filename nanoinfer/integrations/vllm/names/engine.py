@@ -18,7 +18,7 @@ from nanoinfer.integrations.vllm.names.outputs import RequestOutput, renamed
 from nanoinfer.integrations.vllm.names.params import RequestOutputKind
 from nanoinfer.requests import outputs
 from nanoinfer.requests.outputs import StreamOutput
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts import ComingRequest, Prepared
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serving.llm_thread import LLMThread, Told
 
@@ -61,10 +61,15 @@ def ask(llm: LLM, request_id: str, prompt: Any, params: Any, lora: LoRARequest |
         loras, params = loras_of(llm).check_requests(llm, lora), params.clone()
         params.adapter = lora.lora_name
     coming = llm.prepare(prompt, params)
-    prepared = llm._inputs.finish(coming)
+
+    def prepared() -> Prepared:
+        return llm._inputs.finish(coming)
+
     if loras is not None:
+        prepared()  # no adapter goes for a prompt that cannot work
         loras.load()
-    growing = None if kind is RequestOutputKind.FINAL_ONLY else Growing(request_id, prepared, kind, lora)
+    n = coming.settings.params.n
+    growing = None if kind is RequestOutputKind.FINAL_ONLY else Growing(request_id, n, kind, lora, prepared)
     return coming, Asked(request_id, lora, growing)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from nanoinfer.integrations.vllm.lora import LoRARequest
@@ -17,17 +19,24 @@ LISTS = ("text", "token_ids", "logprobs", "kept_tokens")  # what grows
 class Growing:
     """Makes RequestOutputs of a request's StreamOutputs: of all samples so far, or of the one with something new."""
 
-    def __init__(self, request_id: str, prompt: Prepared, kind: RequestOutputKind, lora: LoRARequest | None) -> None:
-        """kind: CUMULATIVE, or DELTA"""
-        self._kind, self._lora = kind, lora
-        self._facts: dict[str, Any] = {
-            "request_id": request_id,
-            "prompt": prompt.text,
-            "prompt_token_ids": prompt.token_ids,
-            "prompt_logprobs": None,
-        }
+    def __init__(
+        self,
+        request_id: str,
+        num_samples: int,
+        kind: RequestOutputKind,
+        lora: LoRARequest | None,
+        prepared: Callable[[], Prepared],
+    ) -> None:
+        """kind: CUMULATIVE, or DELTA; prepared: returns the prompt, once its images are ready: the request runs then"""
+        self._request_id, self._kind, self._lora = request_id, kind, lora
+        self._make_prepared = prepared
+        self._prompt_logprobs: Any = None
         self._so_far: dict[int, dict[str, Any]] = {}  # by sample
-        self._num_left = prompt.params.n
+        self._num_left = num_samples
+
+    @cached_property
+    def _prepared(self) -> Prepared:
+        return self._make_prepared()
 
     @property
     def is_finished(self) -> bool:
@@ -38,7 +47,7 @@ class Growing:
         """Return the output when a sample has something new."""
         self._num_left -= new.finish_reason is not None
         if new.prompt_logprobs is not None:
-            self._facts["prompt_logprobs"] = new.prompt_logprobs
+            self._prompt_logprobs = new.prompt_logprobs
         entries = {name: value for name, value in new.items() if name not in OTHERS} | {"index": new.sample}
         if self._kind is RequestOutputKind.CUMULATIVE:
             before = self._so_far.get(new.sample, {})
@@ -46,8 +55,17 @@ class Growing:
             self._so_far[new.sample] = entries
         told = self._so_far or {new.sample: entries}
         samples = [CompletionOutput(told[number], lora_request=self._lora) for number in sorted(told)]
-        facts = self._facts | {"is_finished": self.is_finished, "num_cached_tokens": None, "timings": None}
-        return RequestOutput({**samples[0], **facts}, samples=samples)
+        return RequestOutput(
+            dict.items(samples[0]),
+            request_id=self._request_id,
+            prompt=self._prepared.text,
+            prompt_token_ids=self._prepared.token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=None,
+            timings=None,
+            is_finished=self.is_finished,
+            samples=samples,
+        )
 
 
 def _longer(before: Any, new: Any) -> Any:
