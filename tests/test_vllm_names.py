@@ -364,20 +364,22 @@ if __name__ == "__main__":
 """
 
 
-def command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "nanoinfer.integrations.vllm", *map(str, arguments)]
+def command(*arguments: object, folder: Path, name: str = "vllm") -> subprocess.CompletedProcess[str]:
+    told = [sys.executable, "-m", f"nanoinfer.integrations.{name}", *map(str, arguments)]
     path = os.pathsep.join([str(Path(__file__).parent.parent), str(folder)])
     return subprocess.run(told, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
 @pytest.mark.whole  # three processes import, one after the other
-@pytest.mark.parametrize("how", [["sub/script.py"], ["-m", "sub.script"]], ids=["script", "module"])
-def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"), [(["sub/script.py"], "vllm_names"), (["-m", "sub.script"], "vllm")], ids=["script", "module"]
+)
+def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], name: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "script.py").write_text(SCRIPT)
     for folder in (tmp_path, tmp_path / "sub"):
         (folder / "beside.py").write_text("HERE = True\n")
-    result = command(*how, "--size", 2, folder=tmp_path)
+    result = command(*how, "--size", 2, folder=tmp_path, name=name)
     assert result.stdout.split() == ["nanoinfer.integrations.vllm.names.params", "16"], result.stderr
 
 

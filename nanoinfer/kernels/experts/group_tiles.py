@@ -22,7 +22,7 @@ def group_operand_and_config(weight: GroupWeight, x: Tensor, block_m: int) -> tu
     block_k = step_of(weight, x.dtype, 64 if x.itemsize == 4 or (is_first and block_m > 16) else 128)
     assert block_k is not None
     if is_first and x.itemsize == 2:
-        block_n, warps, most = 128, 4, 3 if block_m == 16 else 4
+        block_n, warps, most = 128, 4, 4 if block_m in (32, 64) else 3
     else:
         block_n, warps, most = (128, 8, 3) if block_m == 128 else (64, 4, 3 if block_m >= 64 else 4)
     stage = block_k * (block_m * x.itemsize + block_n * BITS[weight.numbers] // 8)

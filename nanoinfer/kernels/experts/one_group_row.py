@@ -62,7 +62,7 @@ def _launch(
     used = routes.experts.shape[1] // count  # experts side by side
     (_, weight_rows, size), bits, quads = shape_of(weight), BITS[weight.numbers], weight.words.shape[2] // 4
     block_k, rest = cut(used * quads * 128 // bits)
-    block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * bits // 8)
+    block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * bits // 8, weight.group)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     _expert_row_kernel[(min(cdiv(weight_rows, block_n), programs), count)](
         x,
@@ -96,9 +96,12 @@ def cut(inputs: int) -> tuple[int, int]:
     return (whole, 0) if 4 * inputs > 3 * whole else (whole // 2, next_power_of_2(inputs - whole // 2))
 
 
-def choose_programs(row: int) -> tuple[int, int, int]:
-    """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program; row: its bytes"""
-    tile, per_multiprocessor = (3 * TILE, 1) if row >= WIDE else (TILE, 2)
+def choose_programs(row: int, group: int) -> tuple[int, int, int]:
+    """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program.
+
+    row: its bytes; group: the inputs that share a scale, which takes registers
+    """
+    tile, per_multiprocessor = (3 * TILE, 1) if row >= WIDE and group >= 32 else (TILE, 2)
     return 1 << max((tile // row).bit_length() - 1, 1), per_multiprocessor, 8
 
 

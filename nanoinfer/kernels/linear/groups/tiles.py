@@ -191,9 +191,10 @@ def _add_group(acc, words, x, scales, zeros, HOW: tl.constexpr):
     SPAN: tl.constexpr = x.shape[1]
     WORDS: tl.constexpr = words.shape[1]
     GROUP: tl.constexpr = SPAN // scales.shape[1]
-    spread_zeros = zeros if zeros is None else _spread(zeros.to(tl.int32), WORDS, GROUP)
+    HALF: tl.constexpr = GROUP * WORDS == 2 * SPAN  # of what four words have is a group
+    spread_zeros = zeros if zeros is None else _spread(zeros.to(tl.int32), WORDS, HALF)
     if FORM.scales_first:
-        factors = _spread(factors_of(scales, x.dtype, FORM.native), WORDS, GROUP)
+        factors = _spread(factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
         IS_RAISED: tl.constexpr = scales.dtype == tl.uint8
         weight = unpack_tile(words, spread_zeros, factors, NUMBERS, x.dtype, FORM.native, IS_RAISED)
         return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
@@ -251,12 +252,12 @@ def _apart(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _spread(groups, WORDS: tl.constexpr, GROUP: tl.constexpr):
+def _spread(groups, WORDS: tl.constexpr, HALF: tl.constexpr):
     """Give words what their groups have, [rows, groups] to [rows, words], as unpack_tile takes it.
 
-    That is, for the first and the second halves of the words' blocks of 32 numbers.
+    That is, for the first and the second halves of the words' blocks. HALF: each is a group
     """
-    if GROUP == 16:
+    if HALF:
         first, second = tl.split(tl.reshape(groups, [groups.shape[0], groups.shape[1] // 2, 2]))
         return _to_words(first, WORDS), _to_words(second, WORDS)
     else:
