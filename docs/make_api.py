@@ -43,7 +43,7 @@ from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.requests.admin.adapters import GivenAdapters
+from nanoinfer.integrations.vllm.lora import GivenLora
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
 from nanoinfer.runner.memory.plan import MemoryPlan
@@ -57,7 +57,7 @@ ALIASES = {
     "UseTqdm": UseTqdm,
     "FinishReason": FinishReason,
     "InFlightPolicy": InFlightPolicy,
-    "GivenAdapters": GivenAdapters,
+    "GivenLora": GivenLora,
     "Folders": Folders,
 }
 
@@ -247,7 +247,7 @@ def _public_methods(documented: type) -> list[tuple[str, Callable[..., Any]]]:
 def _plain(annotation: object) -> str:
     """A type as a reader writes it."""
     text = str(annotation).replace("collections.abc.", "").replace("typing.", "")
-    text = text.replace("nanoinfer.requests.admin.adapters.", "").replace("ListLike", "Sequence")
+    text = text.replace("nanoinfer.integrations.vllm.lora.", "").replace("ListLike", "Sequence")
     return text.replace("'", '"')
 
 

@@ -14,7 +14,7 @@ from nanoinfer.generation_config import find_sampling_params
 from nanoinfer.hints import hints_for, vocabulary
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
-from nanoinfer.requests.admin.adapters import GivenAdapters
+from nanoinfer.requests.admin.adapters import GivenLora
 from nanoinfer.requests.admin.memory import SleepMode
 from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
@@ -83,13 +83,13 @@ class LLM(
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
         self._busy = threading.Lock()
 
-    @hints_for("generate", ("prompts", "sampling_params", "use_tqdm"))
+    @hints_for("generate")
     def generate(
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        lora_request: GivenLora = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
@@ -105,26 +105,25 @@ class LLM(
             of frames, or an array of uint8, [frames, height, width, 3], and (frames, {"fps": 2}) says their rate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
-        adapter: the name of one that load_adapter has loaded, for all prompts, or one or None for each; a LoRARequest
-            may stand for a name, and the LLM loads it first
+        lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work. For an image that cannot be
         opened it is raised while the first prompts run, which are dropped.
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            adapters = self._adapters_of(adapter)
+            adapters = self._adapters_of(lora_request)
             prepared = self._inputs.check_prompts(prompts, sampling_params, adapters)
             self._load_adapters(adapters, prepared, {params.adapter for params in prepared.params})
         return self._generate(prepared, use_tqdm)
 
-    @hints_for("chat", ("messages", "sampling_params", "use_tqdm", "chat_template_kwargs"))
+    @hints_for("chat")
     def chat(
         self,
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        lora_request: GivenLora = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -136,7 +135,7 @@ class LLM(
             {"url": ...}} or {"type": "video", "video": frames, "fps": 2}, with an image or frames as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
-        adapter: as for generate
+        lora_request: as for generate
         chat_template_kwargs: arguments of the template; a warning names those that it does not read
         template: the same, such as enable_thinking=False, tools=[...], continue_final_message=True; it must read them
 
@@ -144,7 +143,7 @@ class LLM(
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            adapters = self._adapters_of(adapter)
+            adapters = self._adapters_of(lora_request)
             given = template, chat_template_kwargs, adapters
             prepared = self._inputs.check_chats(messages, sampling_params, *given)
             self._load_adapters(adapters, prepared, {params.adapter for params in prepared.params})

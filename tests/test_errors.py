@@ -466,7 +466,7 @@ class TestNames:
             ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
             ("generate", {"messages": []}, r"write chat\(messages=...\)"),
             ("generate", {"enable_lora": True}, r"write LLM\(max_adapters=...\)"),
-            ("stream", {"adapter": "mine"}, r"write SamplingParams\(adapter=...\)"),
+            ("generate", {"adapter": "mine"}, r"write SamplingParams\(adapter=...\)"),
             ("add_request", {"lora_name": "mine"}, r"write SamplingParams\(adapter=...\)"),
             (
                 "stream",
@@ -500,7 +500,7 @@ class TestNames:
 
     def test_signatures_are_those_that_were_written(self) -> None:
         assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
-        names = ["self", "prompts", "sampling_params", "use_tqdm", "adapter"]
+        names = ["self", "prompts", "sampling_params", "use_tqdm", "lora_request"]
         assert list(inspect.signature(LLM.generate).parameters) == names
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
             LLM.generate(None)

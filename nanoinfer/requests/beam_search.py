@@ -22,7 +22,7 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.admin.adapters import GivenAdapters, LoadsAdapters
+from nanoinfer.requests.admin.adapters import GivenLora, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
@@ -96,7 +96,7 @@ class SearchesBeams(LoadsAdapters):
         self,
         prompts: Prompt | ListLike[Prompt],
         params: BeamSearchParams,
-        adapter: GivenAdapters = None,
+        lora_request: GivenLora = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -106,7 +106,7 @@ class SearchesBeams(LoadsAdapters):
 
         prompts: as for generate
         params: the settings, for all prompts
-        adapter: as for generate
+        lora_request: as for generate
         use_tqdm: show a bar, or a function that makes one, as for generate
         concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
 
@@ -120,7 +120,7 @@ class SearchesBeams(LoadsAdapters):
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            adapters = self._adapters_of(adapter)
+            adapters = self._adapters_of(lora_request)
             prepared = self._inputs.check_prompts(prompts, _sampling_params(params), adapters).take_prompts()
             for index, prompt in enumerate(prepared):
                 self._beams_of(index, prompt, rules, NONE)  # they must have room

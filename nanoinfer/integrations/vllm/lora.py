@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from nanoinfer.checks import as_list, check_flag, check_int, short
@@ -50,9 +50,10 @@ class LoRARequest:
         checked["lora_int_id"] = check_int("lora_int_id", self.lora_int_id, 1)
         checked["load_inplace"] = check_flag("load_inplace", self.load_inplace)
 
-    def check(self, llm: LoadsAdapters, alone: bool) -> CallLoras:
-        """Let a call take this in place of an adapter's name: see AskedLoras."""
-        return AskedLoras(self).check(llm, alone)
+    @classmethod
+    def of_call(cls, given: Any, llm: LoadsAdapters, alone: bool) -> CallLoras:
+        """Return a call's adapters: see requests.admin.adapters.BringsAdapter."""
+        return loras_of(llm).check_requests(llm, given, alone)
 
 
 GivenLora = LoRARequest | ListLike[LoRARequest | None] | None  # by a user
@@ -86,20 +87,6 @@ class Brought(NamedTuple):
     request: LoRARequest
     loaded: LoadedAdapter
     is_pinned: bool = False
-
-
-@dataclass(frozen=True)
-class AskedLoras:
-    """What a caller has written as lora_request, in place of adapters' names."""
-
-    given: GivenLora
-
-    def check(self, llm: LoadsAdapters, alone: bool) -> CallLoras:
-        """Return a call's adapters. Raises ValueError for what cannot be; no adapter comes or goes.
-
-        alone: raise RuntimeError while requests of add_request have not ended
-        """
-        return loras_of(llm).check_requests(llm, self.given, alone)
 
 
 class NoRoomError(ValueError):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.checks import as_int, check_flag, check_int, short
-from nanoinfer.integrations.vllm.lora import AskedLoras
 
 Options = Mapping[str, Any]
 Spelling = Callable[[Any, Options], Options]
@@ -78,8 +77,6 @@ def _speculate(config: Any, beside: Options) -> Options:
     return ours | ({} if count is None else {"max_guesses": count})
 
 
-BY_LORAS: dict[str, Spelling] = {"lora_request": lambda value, _: {"adapter": AskedLoras(value)}}
-
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_media,
@@ -93,7 +90,6 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
         "speculative_config": _speculate,
         "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
     },
-    **dict.fromkeys(("generate", "chat", "beam_search", "embed", "classify", "rerank"), BY_LORAS),
     "LoRARequest": {"lora_local_path": lambda value, _: {"lora_path": value}},
 }
 """Who takes an argument of vLLM's that we name otherwise -> its name -> what makes our arguments of it."""

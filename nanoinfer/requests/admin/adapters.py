@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as ListLike
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor
 
-from nanoinfer.checks import as_list, check_adapter, short
+from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.hints import hints_for
 from nanoinfer.requests.door import Door
-from nanoinfer.requests.settings import CallAdapters, NamedAdapters
+from nanoinfer.requests.settings import NO_ADAPTERS, CallAdapters, NamedAdapters
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 
@@ -24,17 +23,19 @@ if TYPE_CHECKING:
     from nanoinfer.requests.reading.texts import SomeTexts
 
 
-class AsksForAdapters(Protocol):
-    """What a caller may give in place of adapters' names: it knows where they are."""
+class BringsAdapter(Protocol):
+    """What a prompt may have in place of an adapter's name: it knows where the adapter is."""
 
-    def check(self, llm: LoadsAdapters, alone: bool) -> CallAdapters:
+    @classmethod
+    def of_call(cls, given: Any, llm: LoadsAdapters, alone: bool) -> CallAdapters:
         """Return a call's adapters. Raises ValueError for what cannot be; no adapter comes or goes.
 
+        given: one for all prompts, or one or None for each
         alone: raise RuntimeError while requests of add_request have not ended
         """
 
 
-GivenAdapters = str | ListLike[str | None] | AsksForAdapters | None  # by a user: one for all prompts, or one each
+GivenLora = BringsAdapter | ListLike[BringsAdapter | None] | None  # by a user
 
 
 class LoadsAdapters(Door):
@@ -119,16 +120,20 @@ class LoadsAdapters(Door):
         """The adapters that are loaded, by name: each one's version, rank, and the modules that it changes."""
         return dict(self.engine.adapters.loaded)
 
-    def _adapters_of(self, given: GivenAdapters, alone: bool = True) -> CallAdapters:
-        """Return the adapters of a call's prompts; alone: as for _turn. Raises ValueError for what names none."""
-        if (check := getattr(given, "check", None)) is not None:
-            return cast(CallAdapters, check(self, alone))
-        listed = None if isinstance(given, str) else as_list(given)
-        names = check_adapter("adapter", given) if listed is None else list(map(_check_entry, count(), listed))
-        for name in names if isinstance(names, list) else [names]:
-            if name is not None:
-                self.engine.adapters.check_is_loaded(name)
-        return NamedAdapters(names)
+    def _adapters_of(self, given: GivenLora, alone: bool = True) -> CallAdapters:
+        """Return the adapters that a call brings; alone: as for _turn. Raises ValueError for what brings none."""
+        if given is None:
+            return NO_ADAPTERS
+        listed = as_list(given) or [given]
+        brings = next((one for one in listed if one is not None), None)
+        if brings is None:
+            return NamedAdapters([None] * len(listed), "lora_request")
+        if (of_call := getattr(brings, "of_call", None)) is None:
+            raise ValueError(
+                f"lora_request={short(given)}: must be a LoRARequest, from nanoinfer, or a list with one, or None, for"
+                " each prompt"
+            )
+        return cast(CallAdapters, of_call(given, self, alone))
 
     def _load_adapters(
         self, adapters: CallAdapters, prompts: CallPrompts | SomeTexts, used: Collection[str | None] = ()
@@ -149,10 +154,6 @@ class LoadsAdapters(Door):
             for params in settings:
                 if params.adapter is not None:
                     self.engine.adapters.check_is_loaded(params.adapter)
-
-
-def _check_entry(index: int, name: object) -> str | None:
-    return check_adapter(f"adapter[{index}]", name)
 
 
 def _check_name(name: object) -> str:

@@ -9,11 +9,11 @@ from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
 
-from nanoinfer.checks import check_adapter
+from nanoinfer.checks import check_adapter, check_none
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.admin.adapters import GivenAdapters, LoadsAdapters
+from nanoinfer.requests.admin.adapters import GivenLora, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
@@ -25,6 +25,7 @@ from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOu
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
 from nanoinfer.requests.request import Request
+from nanoinfer.requests.settings import NamedAdapters
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
 
@@ -53,7 +54,8 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> Iterator[EmbeddingOutput]: ...
 
     @overload
@@ -63,7 +65,8 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[EmbeddingOutput]: ...
 
     @hints_for("embed", ("prompt_name", "dimensions"))
@@ -73,7 +76,8 @@ class ReadsTexts(LoadsAdapters):
         prompt_name: str | None = None,
         dimensions: int | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
@@ -88,7 +92,8 @@ class ReadsTexts(LoadsAdapters):
         dimensions: keep so many first numbers of each embedding, and give these length 1 if the whole one has it, as
             Matryoshka models allow; None: all, or as many as the checkpoint says
         use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
-        adapter: as for generate; for an iterator, one for all
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for generate; for an iterator, one for all
 
         Raises ValueError as generate does, and for what the checkpoint does not allow. Tokens are checked while the
         first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
@@ -96,7 +101,7 @@ class ReadsTexts(LoadsAdapters):
         """
         with self._door("ready"):
             reading = self._embedding(prompt_name, dimensions)
-        return self._read(prompts, reading, use_tqdm, adapter)
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
         """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
@@ -131,7 +136,8 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: Iterator[Prompt],
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> Iterator[ClassificationOutput]: ...
 
     @overload
@@ -139,7 +145,8 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: SomePrompts,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[ClassificationOutput]: ...
 
     @hints_for("classify", ())
@@ -147,13 +154,15 @@ class ReadsTexts(LoadsAdapters):
         self,
         prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[ClassificationOutput] | Iterator[ClassificationOutput]:
         """Compute each text's labels by a classifier, a checkpoint of a class such as Qwen3ForSequenceClassification.
 
         prompts: as for embed, an iterator, too
         use_tqdm: as for embed
-        adapter: as for embed
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for embed
 
         Returns the outputs in the texts' order. The numbers are those of transformers' pipeline "text-classification".
 
@@ -162,7 +171,7 @@ class ReadsTexts(LoadsAdapters):
         with self._door("ready"):
             self._classes.check("classify")
         reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
-        return self._read(prompts, reading, use_tqdm, adapter)
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     @overload
     def rerank(
@@ -171,7 +180,8 @@ class ReadsTexts(LoadsAdapters):
         documents: Iterator[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> Iterator[RerankOutput]: ...
 
     @overload
@@ -181,7 +191,8 @@ class ReadsTexts(LoadsAdapters):
         documents: ListLike[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[RerankOutput]: ...
 
     @hints_for("rerank", ())
@@ -191,7 +202,8 @@ class ReadsTexts(LoadsAdapters):
         documents: ListLike[str] | Iterator[str],
         instruction: str | None = None,
         use_tqdm: UseTqdm = True,
-        adapter: GivenAdapters = None,
+        adapter: str | None = None,
+        lora_request: GivenLora = None,
     ) -> list[RerankOutput] | Iterator[RerankOutput]:
         """Compute how well each document answers a query; returns the outputs in the documents' order.
 
@@ -205,7 +217,8 @@ class ReadsTexts(LoadsAdapters):
             passages that answer the query". For a classifier, an instruction asks for this form. Where files make a
             chat of a pair, or name the tokens that count, it stands in place of their default prompt
         use_tqdm: as for embed
-        adapter: as for embed
+        adapter: as in SamplingParams, for all texts
+        lora_request: as for embed
 
         Raises ValueError as embed does, for what is no text, and for a model that is neither of these.
         """
@@ -222,19 +235,25 @@ class ReadsTexts(LoadsAdapters):
             listed = documents if isinstance(documents, Iterator) else check_documents(documents)
             pairs = self._pairs.prompts(query, listed, instruction)
             prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
-        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter)
+        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
 
     def _read(
         self,
         prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
         reading: Reading[SomeOutput],
         use_tqdm: UseTqdm,
-        adapter: GivenAdapters,
+        adapter: str | None,
+        lora_request: GivenLora,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
         with self._door("open"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            adapters = self._adapters_of(adapter, alone=not isinstance(prompts, Iterator))
+            if lora_request is not None:
+                check_none("adapter", adapter, "lora_request names adapters")
+            elif (adapter := check_adapter("adapter", adapter)) is not None:
+                self.engine.adapters.check_is_loaded(adapter)
+            brought = self._adapters_of(lora_request, alone=not isinstance(prompts, Iterator))
+            adapters = brought if adapter is None else NamedAdapters(adapter)
             texts = texts_of(prompts, reading, self._inputs, adapters)
             self._load_adapters(adapters, texts)
         if isinstance(prompts, Iterator):
