@@ -29,6 +29,9 @@ from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.text.tokenizing import TokenizesTexts
 from nanoinfer.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class LLM(
     QueuesRequests,
@@ -211,7 +214,16 @@ class LLM(
         """Return the line that says what has started."""
         return self._line
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+    if TYPE_CHECKING:  # a type checker would else miss these, or take every name for one that is there
+        llm_engine: Any
+
+        def get_tokenizer(self) -> PreTrainedTokenizerBase:
+            """Return `tokenizer`. Raises ValueError if there is none."""
+
+        def get_default_sampling_params(self) -> SamplingParams:
+            """Return default_sampling_params()."""
+
+    else:
 
         def __getattr__(self, name: str) -> Any:
             return vocabulary().attribute(self, name)
