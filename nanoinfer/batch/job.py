@@ -171,9 +171,8 @@ def _open_output(source: str, target: str, said: Mapping[str, Any]) -> Iterator[
         with closing(Writer(target, codec_of(target))) as writer:
             yield writer, set()
         return
-    same = {
-        name: value for name, value in said.items() if name not in {*HOW_FAST, *vocabulary().changes_nothing("LLM")}
-    }
+    left_out = HOW_FAST | set(vocabulary().changes_nothing("LLM"))
+    same = {name: value for name, value in said.items() if name not in left_out}
     name = source if source == STANDARD else os.path.abspath(source)
     settings = json.dumps({"input": name, **same}, default=str, allow_nan=False)
     with closing(Ledger(target, json.loads(settings))) as ledger:

@@ -135,15 +135,10 @@ class LoRARequests:
             )
         self._settle(llm)
         new = {name: one.lora_path for name, one in wanted.items() if not self._is_there(llm, one)}
+        self._find_leaving(llm, wanted, ())  # before files are read: who waits for room asks often
+        opened = {name: llm._open_checked(name, folder, alone) for name, folder in new.items()}
         names = [None if one is None else one.lora_name for one in asked]
-        call = CallLoras(
-            llm,
-            names[0] if isinstance(given, LoRARequest) else names,
-            wanted,
-            {name: llm._open_checked(name, folder, alone) for name, folder in new.items()},
-        )
-        self._find_leaving(llm, call, ())
-        return call
+        return CallLoras(llm, names[0] if isinstance(given, LoRARequest) else names, wanted, opened)
 
     def load(self, llm: LoadsAdapters, call: CallLoras, used: Collection[str | None] = ()) -> None:
         """Load what a call asks for, and unload others to make room. Raises ValueError if there can be none.
@@ -156,7 +151,7 @@ class LoRARequests:
             if name is not None and name not in call.wanted:
                 llm.engine.adapters.check_is_loaded(name)
         self._settle(llm)
-        for name in self._find_leaving(llm, call, used):
+        for name in self._find_leaving(llm, call.wanted, used):
             llm.unload_adapter(name)
             del self._brought[name]
         for name, wanted in call.wanted.items():
@@ -178,18 +173,18 @@ class LoRARequests:
             )
         return known is not None and known.request == wanted and not wanted.load_inplace
 
-    def _find_leaving(self, llm: LoadsAdapters, call: CallLoras, used: Collection[str | None]) -> list[str]:
+    def _find_leaving(self, llm: LoadsAdapters, wanted: Collection[str], used: Collection[str | None]) -> list[str]:
         """Return which adapters go to make room for a call's, the least recently used ones that may.
 
         Raises ValueError if these are too few. used: as for `load`
         """
         there, most = llm.adapters, llm.config.max_adapters
-        coming = [name for name in call.wanted if name not in there]
+        coming = [name for name in wanted if name not in there]
         count = max(0, len(there) + len(coming) - most)
         idle = [
             name
             for name, brought in self._brought.items()
-            if not (name in call.wanted or name in used or brought.is_pinned or llm._requests.of_adapter(name))
+            if not (name in wanted or name in used or brought.is_pinned or llm._requests.of_adapter(name))
         ]
         if count > len(idle):
             staying = ", ".join(repr(name) for name in there if name not in idle)

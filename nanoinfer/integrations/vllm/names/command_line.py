@@ -95,12 +95,12 @@ class FlexibleArgumentParser(ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse arguments; returns the namespace, and those that are unknown."""
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args(list(map(self._known, given)), namespace)
+        options = self._option_string_actions
+        known = {option.replace("_", "-"): option for option in options}
 
-    def _known(self, arg: str) -> str:
-        """Return an argument, with an option of this parser's if it differs in dashes and underscores alone."""
-        word, equals, value = arg.partition("=")
-        known = {option.replace("_", "-"): option for option in self._option_string_actions}
-        is_other = word.startswith("--") and word not in self._option_string_actions
-        return known.get(word.replace("_", "-"), word) + equals + value if is_other else arg
+        def own(arg: str) -> str:
+            word, equals, value = arg.partition("=")
+            is_other = word.startswith("--") and word not in options
+            return known.get(word.replace("_", "-"), word) + equals + value if is_other else arg
+
+        return super().parse_known_args(list(map(own, sys.argv[1:] if args is None else args)), namespace)

@@ -25,6 +25,8 @@ from nanoinfer.serving.llm_thread import LLMThread, Told
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    import nanoinfer.llm
+
 SOON = 0.02  # seconds, until a request asks again whether there is room for its adapter
 
 T = TypeVar("T")
@@ -52,7 +54,9 @@ class Asked(NamedTuple):
         return own
 
 
-def ask(llm: LLM, request_id: str, prompt: Any, params: Any, lora: LoRARequest | None) -> tuple[ComingRequest, Asked]:
+def ask(
+    llm: nanoinfer.llm.LLM, request_id: str, prompt: Any, params: Any, lora: LoRARequest | None
+) -> tuple[ComingRequest, Asked]:
     """Check a request, and load its adapter, unless the prompt cannot work. Raises ValueError for what cannot be."""
     params = llm.default_sampling_params() if params is None else params
     kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
@@ -78,7 +82,6 @@ class LLMEngine(EngineNames):
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
-        self._own = llm
         self._asked: dict[int, Asked] = {}  # by the LLM's numbers
         self._waiting: list[tuple[str, Any, Any, LoRARequest]] = []  # until there is room for their adapters
 
@@ -115,13 +118,13 @@ class LLMEngine(EngineNames):
             self._waiting.remove(one)
             self.add_request(*one[:3], lora_request=one[3])
         try:
-            for output in self._own.step():
+            for output in self._llm.step():
                 if (asked := self._asked.get(output.request_id)) is not None:
                     found.append(asked.take(output))
                     if asked.is_finished:
                         del self._asked[output.request_id]
         finally:
-            if not self._own.has_unfinished_requests():  # an error has dropped them
+            if not self._llm.has_unfinished_requests():  # an error has dropped them
                 self._asked.clear()
         return found
 
@@ -131,19 +134,19 @@ class LLMEngine(EngineNames):
         names = [request_ids] if listed is None or isinstance(request_ids, str) else listed
         self._waiting = [one for one in self._waiting if one[0] not in names]
         for number in [number for number, asked in self._asked.items() if asked.request_id in names]:
-            self._own.abort(number)
+            self._llm.abort(number)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has outputs to give."""
-        return bool(self._waiting) or self._own.has_unfinished_requests()
+        return bool(self._waiting) or self._llm.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
         """Return how many requests have not ended."""
         return len(self._asked) + len(self._waiting)
 
     def _begin(self, request_id: str, prompt: Any, params: Any, lora: LoRARequest | None) -> None:
-        coming, asked = ask(self._own, request_id, prompt, params, lora)
-        self._asked[self._own.add_request(coming, streams=asked.growing is not None)] = asked
+        coming, asked = ask(self._llm, request_id, prompt, params, lora)
+        self._asked[self._llm.add_request(coming, streams=asked.growing is not None)] = asked
 
     def _names(self) -> set[str]:
         """The names of requests that run or wait."""

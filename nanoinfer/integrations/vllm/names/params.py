@@ -88,6 +88,13 @@ def _strict(schema: Any) -> Any:
     return {**inner, "additionalProperties": False} if is_closed else inner
 
 
+def _check_kind(given: Any) -> RequestOutputKind:
+    kind = RequestOutputKind.CUMULATIVE if given is None else given
+    if not isinstance(kind, RequestOutputKind):
+        raise ValueError(f"output_kind={short(given)}: must be one of vllm.sampling_params.RequestOutputKind")
+    return kind
+
+
 class SamplingParams(sampling_params.SamplingParams):
     """nanoinfer's SamplingParams, but max_tokens is 16 if it is left out.
 
@@ -108,9 +115,7 @@ class SamplingParams(sampling_params.SamplingParams):
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         **settings: Any,
     ) -> None:
-        kind = RequestOutputKind.CUMULATIVE if output_kind is None else output_kind
-        if not isinstance(kind, RequestOutputKind):
-            raise ValueError(f"output_kind={short(output_kind)}: must be one of vllm.sampling_params.RequestOutputKind")
+        kind = _check_kind(output_kind)
         if guided_decoding is not None:
             if settings.get("structured_outputs") is not None:
                 raise ValueError(
@@ -124,10 +129,12 @@ class SamplingParams(sampling_params.SamplingParams):
 
     def __setattr__(self, name: str, value: Any) -> None:
         settings = self.__dict__
-        kind = SamplingParams(output_kind=value).output_kind if name == "output_kind" else settings.get("output_kind")
-        if name != "output_kind":
-            super().__setattr__("structured_outputs" if name == "guided_decoding" else name, value)
-        if kind is not None:  # the constructor sets it last
+        if name == "output_kind":
+            settings[name] = _check_kind(value)
+            return
+        kind = settings.get("output_kind")  # the constructor sets it last
+        super().__setattr__("structured_outputs" if name == "guided_decoding" else name, value)
+        if kind is not None:
             settings["output_kind"] = kind
 
 

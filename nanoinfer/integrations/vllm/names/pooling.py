@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import as_list, short
-from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
+from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
 
 @dataclass
@@ -102,9 +102,6 @@ class ClassificationRequestOutput(PoolingRequestOutput):
 
 class ScoringRequestOutput(PoolingRequestOutput):
     """How well two texts fit, in outputs.score."""
-
-
-Read = EmbeddingOutput | ClassificationOutput | RerankOutput
 
 
 def all_read(kind: Callable[..., Any], found: Iterable[Any], read: Callable[[Any], Any]) -> list[Any]:

@@ -85,6 +85,7 @@ class GroupForm:
 def group_operand(weight: GroupWeight, x: Tensor, step: int, scales_first: bool) -> Operand:
     """Return the operand of a weight for tokens' vectors x. step: the inputs that are multiplied at once"""
     assert weight.words.is_contiguous()
+    assert weight.numbers == "e2m1" or weight.scales.dtype != torch.uint8 or not scales_first  # they would be raised
     scales, zeros, group = readable(weight.scales), weight.zeros, weight.group
     parts = GroupParts(scales, zeros, *_strides(scales), *_strides(zeros))
     halves = step == 2 * group and not scales_come_first(weight, x.dtype)
