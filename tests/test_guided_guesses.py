@@ -152,9 +152,11 @@ def test_a_step_is_charged_with_its_own_reading_back(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(engine.matchers, "read", slow)
         monkeypatch.setattr(engine.config, "device", "cuda")  # only there does the host count
-        monkeypatch.setattr(engine.scheduler, "note_host", lambda step, _, busy: noted.append((step.guesses, busy)))
+        monkeypatch.setattr(
+            engine.scheduler.speculation, "note_host", lambda step, _, busy: noted.append((step.guesses, busy))
+        )
         choices = cycle([4, 0, 0])
-        monkeypatch.setattr(engine.scheduler.budget, "choose", lambda rows, num_guided=0: next(choices))
+        monkeypatch.setattr(engine.scheduler.speculation.budget, "choose", lambda rows, num_guided=0: next(choices))
         llm.generate(PROMPTS[:1], guided(structured_outputs=FORMS[3], max_tokens=20), use_tqdm=False)
         monkeypatch.undo()
     assert all((busy > 0.1) == bool(guesses) for guesses, busy in noted), noted

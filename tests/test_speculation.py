@@ -21,17 +21,17 @@ from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.engine.speculation.budget import TRY_EVERY, Budget
 from nanoinfer.engine.speculation.draws import read_verified
-from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
+from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.kernels.drafting.accept import NOTHING
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.runner.drafting.texts import MEMBERS
-from nanoinfer.runner.message import DecodeMessage, DraftingMessage, JoinMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 
 MOST_GUESSES = 3
 WRONG = -7  # a guess that does not hold
@@ -53,8 +53,8 @@ class Places(Budget):
         return self.rng.choice([0, 2]) if self.rng is not None else 2
 
 
-def scheduler(budget: Budget, blocks: int = 64, rows: int = 8, long_from: int | None = None) -> SpeculatingScheduler:
-    return SpeculatingScheduler(BlockManager(blocks, alike(BLOCK)), rows, 32, long_from, budget, MOST_GUESSES)
+def scheduler(budget: Budget, blocks: int = 64, rows: int = 8, long_from: int | None = None) -> Scheduler:
+    return Scheduler(BlockManager(blocks, alike(BLOCK)), rows, 32, long_from, Speculation(budget, MOST_GUESSES))
 
 
 def sequence(prompt_len: int, max_tokens: int, **params: object) -> Sequence:
@@ -62,7 +62,7 @@ def sequence(prompt_len: int, max_tokens: int, **params: object) -> Sequence:
     return Sequence(prompt, SamplingParams(max_tokens=max_tokens, **params), 0, 40, frozenset([EOS]))
 
 
-def started(sched: SpeculatingScheduler, *seqs: Sequence) -> None:
+def started(sched: Scheduler, *seqs: Sequence) -> None:
     """Compute the prompts of sequences, and give each its first token."""
     for seq in seqs:
         sched.add(seq)
@@ -83,8 +83,11 @@ class TestScheduler:
         started(sched, far, near)
         step = sched.schedule(in_flight=False)
         assert decode(step) == ([far, near], 8)
-        assert [seq.num_scheduled for seq in step.seqs] == [7, 5]
+        assert [seq.num_scheduled for seq in step.seqs] == [7, 7]
         assert [(seq, column) for seq, _, column in step.grown] == [(far, 1), (near, 1)]
+        sched = scheduler(Places(8))
+        started(sched, sequence(3, 2))
+        assert sched.schedule(in_flight=False).grown == []
         assert step.max_context_len == 7
 
     def test_what_is_read_back_corrects_what_was_planned(self) -> None:
@@ -161,9 +164,9 @@ class TestScheduler:
         seq = sequence(5, 9)
         started(sched, seq)
         first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=True)
-        assert seq.num_scheduled == 7  # no key behind the seventh is one of a short sequence
+        assert second.max_context_len == 7  # no key behind the seventh is one of a short sequence
         sched.postprocess(first, [(seq, [6, 7])])
-        assert (len(seq), seq.status) == (8, SequenceStatus.ENDING)
+        assert (len(seq), seq.status) == (8, SequenceStatus.OUTGROWN)
         sched.postprocess(second, [(seq, [])])
         assert prefill(sched.schedule(in_flight=False)) == [(seq, 0, 8)]
         assert seq.is_long
@@ -250,10 +253,10 @@ class TestBudget:
     def test_the_host_counts_for_steps_that_decode_and_once_a_few_have_run(self) -> None:
         own = budget(may_decline=True)
         sched, seq = scheduler(own), sequence(3, 8)
-        sched.note_host(PrefillStep([], []), 1, 100.0)
+        sched.speculation.note_host(PrefillStep([], []), 1, 100.0)
         assert not own.counts_host
         for _ in range(2):  # these may have compiled something
-            sched.note_host(DecodeStep([seq], [], [], 1, guesses=4), 1, 100.0)
+            sched.speculation.note_host(DecodeStep([seq], [], [], 1, guesses=4), 1, 100.0)
         assert own.counts_host
         assert choices(own, 100, share=1, busy=0.1).count(0) == 0
 
@@ -298,31 +301,31 @@ class TestBudget:
 class TestTextSlots:
     def test_samples_of_a_prompt_are_a_group_and_one_that_ended_stays_findable(self) -> None:
         texts, group = TextSlots(4), samples(3, [5, 6])
-        told = [join(texts, seq) for seq in group[:2]]
+        told = [texts.join(seq) for seq in group[:2]]
         assert told[0].group == told[1].group
         texts.leave(group[0])
-        told.append(join(texts, group[2]))
+        told.append(texts.join(group[2]))
         assert texts.take_changed() == {told[0].group: [own.text for own in told]}
         assert texts.take_changed() == {}
 
     def test_a_later_request_of_the_same_prompt_finds_what_has_ended(self) -> None:
         texts, (first,), (again,) = TextSlots(4), samples(1, [5, 6]), samples(1, [5, 6], seed=10)
-        told = [join(texts, first)]
+        told = [texts.join(first)]
         texts.leave(first)
-        told.append(join(texts, again))
+        told.append(texts.join(again))
         assert texts.take_changed() == {told[0].group: [own.text for own in told]}
 
     def test_a_slot_that_is_needed_comes_from_a_prompt_that_has_no_row_before_others(self) -> None:
         texts = TextSlots(4)
         (first, runs), (other,), (new,) = samples(2, [5]), samples(1, [6], seed=10), samples(1, [7], seed=20)
-        told = {seq: join(texts, seq) for seq in (first, runs, other)}
+        told = {seq: texts.join(seq) for seq in (first, runs, other)}
         texts.take_changed()
         texts.leave(first)
         texts.leave(other)
-        assert join(texts, new).text not in [own.text for own in told.values()]
+        assert texts.join(new).text not in [own.text for own in told.values()]
         (newer,), (newest,) = samples(1, [8], seed=30), samples(1, [9], seed=40)
-        assert join(texts, newer).text == told[other].text
-        assert join(texts, newest).text == told[first].text
+        assert texts.join(newer).text == told[other].text
+        assert texts.join(newest).text == told[first].text
         assert texts.take_changed()[told[runs].group] == [told[runs].text]
 
     def test_what_a_prompt_has_from_before_goes_before_what_others_need(self) -> None:
@@ -331,7 +334,7 @@ class TestTextSlots:
         for epoch in range(3):
             for token_id in (5, 6, 7):
                 (seq,) = samples(1, [token_id])
-                group = join(texts, seq).group
+                group = texts.join(seq).group
                 assert len(texts.take_changed()[group]) == (2 if epoch else 1)
                 texts.leave(seq)
 
@@ -346,7 +349,7 @@ class TestTextSlots:
                 waiting = samples(rng.choice([1, 2, 40]), [seed], seed=seed)
             if len(running) < rows and rng.random() < 0.5:
                 seq = waiting.pop()
-                running[seq] = join(texts, seq)
+                running[seq] = texts.join(seq)
                 members = texts.take_changed()[running[seq].group]
                 assert members[-1] == running[seq].text
                 assert len(set(members)) == len(members) <= MEMBERS
@@ -357,11 +360,6 @@ class TestTextSlots:
             assert len({own.text for own in running.values()}) == len(running)
             groups = {(own.group, seq.request_id) for seq, own in running.items()}
             assert len({group for group, _ in groups}) == len(groups)
-
-
-def join(texts: TextSlots, seq: Sequence) -> DraftingMessage:
-    seq.ahead = Ahead(seq.max_len, MOST_GUESSES)
-    return texts.join(seq)
 
 
 def test_draws_are_told_apart_from_faults_and_empty_places() -> None:
@@ -458,24 +456,22 @@ def check_reads(step: Step, device: GuessingDevice, seqs: list[Sequence]) -> Non
                     assert [token for token, _, _ in read] == tokens[first : query + 1]
 
 
-def check_state(sched: SpeculatingScheduler, in_flight: list[tuple[Step, list[Sequence]]]) -> None:
+def check_state(sched: Scheduler, in_flight: list[tuple[Step, list[Sequence]]]) -> None:
     """Check that what is counted step by step equals what follows from all steps in flight."""
     check_blocks(sched)
     for seq in sched.running:
         if seq.is_only_scored:
             continue
-        own = seq.ahead
-        assert own is not None
         steps = [step for step, seqs in in_flight if seq in seqs]
-        if not sched._is_exact:
-            assert own.num_steps == len(steps)
-        reach = [own.reach(step.guesses) for step in steps]
-        assert seq.num_scheduled == min(len(seq) - 1 + sum(reach), own.end - 1)
-        has_ended = len(seq) + len(steps) >= own.end
+        reach = [min(step.guesses, MOST_GUESSES) + 1 for step in steps]
+        assert seq.num_scheduled == len(seq) - 1 + sum(reach)
+        assert seq.num_unsure == sum(reach) - len(steps)
+        has_ended = len(seq) + len(steps) >= seq.end
         assert (seq in sched.decoding) != has_ended
         assert (seq.status is SequenceStatus.RUNNING) != has_ended
         for group, table, released in zip(sched.block_manager.groups, seq.block_tables, seq.num_released, strict=True):
-            assert len(table) * group.block_size >= seq.num_scheduled
+            assert len(table) * group.block_size >= min(seq.num_scheduled, seq.end - 1)
+            assert len(table) <= -(-max(seq.end - 1, len(seq)) // group.block_size)
             if group.window is not None:  # it keeps what the first of the queries to come sees
                 assert released * group.block_size <= max(0, len(seq) - 1 + len(steps) - group.window + 1)
 
@@ -496,12 +492,12 @@ def test_every_request_ends_with_its_own_tokens(
         blocks = layout.blocks_of(40) + spare  # the longest sequence fits
         places = Places(rng=arrivals)
         manager = kind(blocks, layout)
-        sched = SpeculatingScheduler(manager, rows, budget, long_from, places, MOST_GUESSES)
+        sched = Scheduler(manager, rows, budget, long_from, Speculation(places, MOST_GUESSES))
         serve(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks
 
 
-def serve(sched: SpeculatingScheduler, depth: int, requests, rng: random.Random) -> None:
+def serve(sched: Scheduler, depth: int, requests, rng: random.Random) -> None:
     row_map = RowMap(texts=TextSlots(sched.max_num_seqs + rng.randrange(5)))
     device = GuessingDevice(sched.block_manager.groups, sched.long_from, rng)
     pending: deque[list[Sequence]] = deque()

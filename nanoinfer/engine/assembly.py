@@ -13,7 +13,7 @@ from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.speculation.budget import Budget
-from nanoinfer.engine.speculation.scheduler import SpeculatingScheduler
+from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 
@@ -25,13 +25,15 @@ def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     memory = ranks.runner.memory
     num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" else None
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
-    limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
-    if config.speculation is None:
-        return Scheduler(manager, *limits)
+    speculation = None if config.speculation is None else _make_speculation(config, ranks)
+    return Scheduler(manager, memory.rows, config.max_num_batched_tokens, config.description.long_from, speculation)
+
+
+def _make_speculation(config: Config, ranks: Ranks) -> Speculation:
     times = ranks.call("time_steps")
     may_decline = config.speculation == "auto"
     budget = Budget(ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
-    return SpeculatingScheduler(manager, *limits, budget, config.max_guesses, config.draft is not None)
+    return Speculation(budget, config.max_guesses, config.draft is not None)
 
 
 def _make_tier(ranks: Ranks) -> MakeTier | None:

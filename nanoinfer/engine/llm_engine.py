@@ -164,8 +164,9 @@ class LLMEngine(EngineClient):
     def _note_host(self, done: InFlight) -> None:
         """Tell how long the host was busy for a step with guided rows, reading it back included."""
         # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
-        if done.guided and self.ranks.peers is None and self.config.device == "cuda":
-            self.scheduler.note_host(done.step, len(done.guided), done.busy)
+        speculation = self.scheduler.speculation
+        if done.guided and speculation is not None and self.ranks.peers is None and self.config.device == "cuda":
+            speculation.note_host(done.step, len(done.guided), done.busy)
 
     def _look_ahead(self, beside_decode: bool) -> None:
         """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""

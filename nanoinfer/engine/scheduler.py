@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import Any
 
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.followers import Followers
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
+from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.step import Chunk, DecodeStep, Fork, PrefillStep, Step
 
 # While sequences decode, prompts gather until they are worth a step of their own. On an H200, the host needs longer to
@@ -29,6 +31,11 @@ class Scheduler:
 
     A model's keys may depend on how long a sequence is: longrope rotates all positions of a long sequence by other
     angles. So a sequence is computed either as long or as short. A short one that outgrows `long_from` starts again.
+
+    The device alone knows how many guesses hold that a step verifies. While such a step is in flight, a sequence has
+    blocks for all of them, and windows keep what the first of the queries to come sees. It stays in verifying steps
+    until it has certainly ended: the device gives a row that has ended no further token. A plain step, in which no row
+    looks at its end, only comes while all its sequences certainly go on.
     """
 
     def __init__(
@@ -37,12 +44,17 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_from: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """long_from: a sequence of more tokens is computed as a long one; None: all are short."""
+        """long_from: a sequence of more tokens is computed as a long one; None: all are short.
+
+        speculation: says how many guesses a step verifies; None: none does
+        """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.long_from = long_from
+        self.speculation = speculation
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
         self.followers = Followers(block_manager.layout)
@@ -50,6 +62,7 @@ class Scheduler:
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
         self.num_preemptions = 0
+        self._num_verifying = 0  # steps in flight
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
@@ -170,20 +183,52 @@ class Scheduler:
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        if not (self._make_room(in_flight) and self.decoding):
-            return None
-        seqs, due, longest = self.decoding.copy(), [], 0
-        grown = [(seq, *place) for seq in self.full for place in self.block_manager.append(seq)]
+        guesses = 0
+        if self.speculation is not None and self.decoding:
+            guesses = self.speculation.choose(self.decoding, self._goes_on)
+            if guesses and not self._find_full(self.speculation.reach(guesses)):
+                guesses = 0  # there are not enough blocks
+        if guesses == 0 and not (self._make_room(in_flight) and self.decoding and self._goes_on()):
+            return None  # what is read back tells who goes on; nobody can be preempted before that
+        return self._advance(guesses)
+
+    def _goes_on(self) -> bool:
+        """Whether each decoding sequence certainly has room for the token of another plain step."""
+        return self._num_verifying == 0 or all(seq.num_scheduled + 1 < seq.end for seq in self.decoding)
+
+    def _find_full(self, reach: int) -> bool:
+        """Find the sequences that need blocks for up to so many tokens of each; returns whether there are."""
+        needed = 0
+        self.full.clear()
+        for seq in self.decoding:
+            if count := self.block_manager.num_needed(seq, seq.count(reach)):
+                self.full.append(seq)
+                needed += count
+        return needed <= self.block_manager.num_free
+
+    def _advance(self, guesses: int) -> DecodeStep:
+        """Count the next step in, which has places for so many guesses, and give its sequences their blocks."""
+        lacking: list[Chunk] = []
+        reach = 1
+        if self.speculation is not None:
+            reach, lacking = self.speculation.begin(self.decoding, guesses)
+        seqs, due, longest, append = self.decoding.copy(), [], 0, self.block_manager.append
+        grown = [(seq, *place) for seq in self.full for place in append(seq, seq.count(reach))]
         self.full.clear()
         for seq in seqs:
-            seq.num_scheduled = length = seq.num_scheduled + 1
+            seq.num_scheduled = length = seq.num_scheduled + reach
             if length > longest:
                 longest = length
-            if length == seq.check_at:
+            if length >= seq.check_at:
                 due.append(seq)
+        if guesses:
+            self._num_verifying += 1
+            longest = max(min(seq.num_scheduled, seq.end - 1) for seq in seqs)
+            for seq in seqs:
+                seq.num_unsure += reach - 1
         for seq in due:
             self._check(seq)
-        return DecodeStep(seqs, grown, due, longest)
+        return DecodeStep(seqs, grown, due, longest, guesses, lacking)
 
     def _make_room(self, in_flight: bool) -> bool:
         """Preempt sequences until there are blocks for the next token of the others; returns whether there are.
@@ -201,25 +246,30 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
+        # A long one has more tokens from its first step on.
+        seq.end = seq.max_len if self.long_from is None or seq.is_long else min(seq.max_len, self.long_from + 1)
         self.running.append(seq)
         self.decoding.append(seq)
+        seq.drafted = len(seq)
         self._check(seq)
 
     def _check(self, seq: Sequence) -> None:
         """Decide whether a sequence is in the next decode step, whether it needs a block, and when to look again."""
-        if seq.is_exhausted:
-            seq.status = SequenceStatus.ENDING
-            self.decoding.remove(seq)
-            return
-        if seq.num_scheduled == self.long_from:  # only a short one: long ones have more from their first step on
-            seq.status = SequenceStatus.OUTGROWN
-            self.decoding.remove(seq)
+        if self._stops_decoding(seq):
             return
         if self.block_manager.num_needed(seq):
             self.full.append(seq)
-        seq.check_at = min(self.block_manager.next_end(seq.num_scheduled), seq.max_len - 1)
-        if self.long_from is not None and not seq.is_long:
-            seq.check_at = min(seq.check_at, self.long_from)
+        seq.check_at = min(self.block_manager.next_end(seq.num_certain), seq.end - 1)
+
+    def _stops_decoding(self, seq: Sequence) -> bool:
+        """Take a sequence out of the decode steps if those in flight certainly bring it to its end."""
+        if seq.num_certain + 1 < seq.end:
+            return False
+        seq.status = SequenceStatus.ENDING if seq.end == seq.max_len else SequenceStatus.OUTGROWN
+        self.decoding.remove(seq)
+        if seq in self.full:
+            self.full.remove(seq)
+        return True
 
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
@@ -264,13 +314,15 @@ class Scheduler:
             if seq in seqs:
                 seqs.remove(seq)
 
-    def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], int]:
-        """Take the tokens that the oldest step in flight sampled, in any order.
+    def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, Any]]) -> tuple[list[Sequence], int]:
+        """Take the tokens that the oldest step in flight sampled, in any order; of a verifying step, each row's list.
 
         Returns the sequences that ended with that step, and how many tokens were dropped because theirs had ended.
         """
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
+        if step.guesses:
+            return self._take_verified(step.guesses, tokens, ended)
         running = SequenceStatus.RUNNING
         for seq, token_id in tokens:
             if seq.status is running and token_id not in seq.stop_ids:
@@ -280,6 +332,43 @@ class Scheduler:
             elif self._append(seq, token_id):
                 ended.append(seq)
         return ended, num_dropped
+
+    def _take_verified(
+        self, guesses: int, tokens: Iterable[tuple[Sequence, list[int]]], ended: list[Sequence]
+    ) -> tuple[list[Sequence], int]:
+        """Take the tokens of a verifying step, as `postprocess` does; ended: the sequences that have ended before."""
+        assert self.speculation is not None
+        reach, held, num_dropped = self.speculation.reach(guesses), list[int](), 0
+        self._num_verifying -= 1
+        for seq, new in tokens:
+            if seq.is_finished:
+                num_dropped += len(new)
+                continue
+            seq.num_scheduled -= reach - len(new)
+            seq.num_unsure -= reach - 1
+            held.append(max(0, len(new) - 1))
+            num_taken = self._take(seq, new)
+            num_dropped += len(new) - num_taken
+            seq.num_accepted_tokens += max(0, num_taken - 1)
+            if seq.finish_reason is not None:
+                ended.append(seq)
+        self.speculation.budget.note(guesses, held)
+        return ended, num_dropped
+
+    def _take(self, seq: Sequence, tokens: list[int]) -> int:
+        """Append tokens, one of which may end the sequence; returns how many it has got."""
+        goes_on = seq.status is SequenceStatus.RUNNING and not self._stops_decoding(seq)
+        if goes_on and seq.on_token is None and seq.stop_ids.isdisjoint(tokens):
+            seq.token_ids.extend(tokens)  # the usual case
+            return len(tokens)
+        for count, token_id in enumerate(tokens, 1):
+            is_ended = self._append(seq, token_id)
+            if seq.on_token is not None:
+                seq.on_token()
+            if is_ended or seq.finish_reason is not None:
+                return count
+        self._restart_outgrown(seq)  # its last step may have had no token for it
+        return len(tokens)
 
     def _end_scored(self, step: Step) -> list[Sequence]:
         scored = step.scored if isinstance(step, PrefillStep) else []
@@ -297,7 +386,7 @@ class Scheduler:
 
         Steps in flight may still read the blocks that are taken back here. They run before any step of the blocks' next
         owners, because those are planned later. So a block may go when no step that is still to be planned sees it. The
-        queries of such steps begin at num_scheduled.
+        queries of such steps begin at num_certain.
         """
         if isinstance(step, PrefillStep):
             filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
@@ -311,15 +400,8 @@ class Scheduler:
     def _keep(self, seq: Sequence, end: int) -> None:
         """Record what a sequence's tokens up to `end` have filled, and take back what windows have left behind."""
         self.block_manager.record(seq, end)
-        if self.block_manager.release(seq, self._next_query(seq)):
+        if self.block_manager.release(seq, seq.num_certain):
             self.admission.is_shut = False
-
-    def _next_query(self, seq: Sequence) -> int:
-        """Return the first position of a sequence that a step may compute that is still to be planned."""
-        return seq.num_scheduled
-
-    def note_host(self, step: Step, num_guided: int, seconds: float) -> None:
-        """Hear how long the host was busy for a step with guided rows. Here it changes no plan."""
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""
@@ -328,9 +410,14 @@ class Scheduler:
             self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
         elif len(seq) >= seq.max_len:
             self.finish(seq, "length")
-        elif seq.status is SequenceStatus.OUTGROWN and len(seq) > seq.num_scheduled:
-            self._requeue(seq)
+        else:
+            self._restart_outgrown(seq)
         return seq.is_finished
+
+    def _restart_outgrown(self, seq: Sequence) -> None:
+        """Let a sequence start again as a long one, if it has to, once no step in flight computes it."""
+        if seq.status is SequenceStatus.OUTGROWN and len(seq) > seq.num_scheduled:
+            self._requeue(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence that waits or runs, and take back its blocks and its place.
@@ -358,3 +445,4 @@ class Scheduler:
         self.admission.clear()
         self.followers.clear()
         self.block_manager.free_all()
+        self._num_verifying = 0

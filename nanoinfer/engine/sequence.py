@@ -13,7 +13,6 @@ import numpy.typing as npt
 from nanoinfer.engine.images import PromptImages
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.results.routed_experts import RoutedExperts
-from nanoinfer.engine.speculation.ahead import Ahead
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
@@ -35,15 +34,17 @@ class SequenceStatus(Enum):
 class Sequence:
     """One sample of a request, from its prompt to its last token.
 
-    The host runs ahead of the device, so lengths come in two kinds. `num_scheduled` counts the tokens whose keys
-    and values a launched step computes, at most. Only tokens that have been read back are in `token_ids`.
+    The host runs ahead of the device, so lengths come in two kinds. Only tokens that have been read back are in
+    `token_ids`. `num_scheduled` counts the tokens whose keys and values launched steps compute, at most, as if it had
+    no end. `num_unsure` of these are guesses that may not hold.
     """
 
     __slots__ = (
         "adapter",
-        "ahead",
         "block_tables",
         "check_at",
+        "drafted",
+        "end",
         "finish_reason",
         "finished_at",
         "first_token_at",
@@ -60,6 +61,7 @@ class Sequence:
         "num_proposed_tokens",
         "num_released",
         "num_scheduled",
+        "num_unsure",
         "on_token",
         "params",
         "pooled",
@@ -122,10 +124,13 @@ class Sequence:
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_len = min(most, max_model_len)
         self.status = SequenceStatus.WAITING
-        self.num_scheduled = 0
-        self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled
-        self.is_long = False  # kept by Scheduler: whether it is computed as a long sequence, whose keys differ
-        self.ahead: Ahead | None = None  # kept by SpeculatingScheduler, once the sequence runs
+        # Kept by Scheduler:
+        self.num_scheduled = self.num_unsure = 0
+        self.check_at = 0  # it looks at the sequence again at this num_scheduled
+        self.end = self.max_len  # so many tokens it has before it ends, or starts again as a long one
+        self.is_long = False  # whether it is computed as a long sequence, whose keys differ
+        # A draft model has the keys of so many first tokens, if there is one; None: of all but the last two.
+        self.drafted: int | None = None
         # Called with each token, and may end the sequence, where a step may give it several:
         self.on_token: Callable[[], object] | None = None
         # Kept by BlockManager:
@@ -211,6 +216,13 @@ class Sequence:
         return min(self.first_logits, known)
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether the newest launched step samples the last token that this sequence may have."""
-        return self.num_scheduled + 1 >= self.max_len
+    def num_certain(self) -> int:
+        """The tokens whose keys and values launched steps certainly compute."""
+        return self.num_scheduled - self.num_unsure
+
+    def count(self, reach: int) -> int:
+        """Return how many further tokens a step computes that may give the sequence `reach`; it has an end.
+
+        Below 0: as many less than the steps in flight may give, as if there was none
+        """
+        return min(reach, self.end - 1 - self.num_scheduled)

@@ -54,9 +54,9 @@ class DecodeStep:
 
     seqs: list[Sequence]
     grown: list[tuple[Sequence, int, int]]  # the blocks that came for this step: sequence, group, column of its table
-    due: list[Sequence]  # sequences that this step takes to their check_at
+    due: list[Sequence]  # sequences that this step may take to their check_at
     max_context_len: int
-    guesses: int = 0  # so many places there are for guesses of all sequences: see SpeculatingScheduler
+    guesses: int = 0  # so many places there are for guesses of all sequences: see Scheduler
     lacking: list[Chunk] = field(default_factory=list)  # tokens of which a draft model lacks the keys
 
     @property

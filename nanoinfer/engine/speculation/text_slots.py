@@ -37,13 +37,12 @@ class TextSlots:
 
     def join(self, seq: Sequence) -> DraftingMessage:
         """Describe a sequence that gets a row to the ranks, with its text's slot and its group."""
-        assert seq.ahead is not None  # it has just been scheduled
         prompt, slot = self._prompt_of(seq), self._take_slot()
         self._slots[seq] = slot, prompt
         prompt.num_rows += 1
         prompt.slots.append(slot)
         self._changed[prompt.group] = prompt.members
-        return DraftingMessage(seq.token_ids, slot, seq.ahead.end, prompt.group)
+        return DraftingMessage(seq.token_ids, slot, seq.end, prompt.group)
 
     def _prompt_of(self, seq: Sequence) -> _Prompt:
         """Return a sequence's prompt, which gets a row. Two prompts of one hash would only guess from each other."""
