@@ -266,7 +266,10 @@ def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], An
     entries = as_list(value, ordered=False)
     if entries is None:
         raise ValueError(f"{name}={short(value)}: must be a list of {kind}")
-    converted = list(map(convert, entries))
+    if convert is _as_token_id and {*map(type, entries)} == {int} and min(entries) >= 0:
+        converted = list(entries)  # the usual case: half of a vocabulary takes a millisecond
+    else:
+        converted = list(map(convert, entries))
     if None in converted:
         raise ValueError(f"{name} has {short(entries[converted.index(None)])}: must be a list of {kind}")
     return sorted(converted) if isinstance(value, Set) else converted  # each process has its own order of a set

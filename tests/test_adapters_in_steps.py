@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -24,15 +25,16 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix
 from nanoinfer.parallel.buckets import PART_BYTES, SharedBuckets
 from nanoinfer.runner.adapters.receiver import AdapterReceiver, parcel
-from nanoinfer.runner.cuda_graphs import (
+from nanoinfer.runner.cuda_graphs import DecodeGraphs
+from nanoinfer.runner.start.trials import Trials
+from nanoinfer.runner.steps.kinds import (
     PLAIN,
-    DecodeGraphs,
     DecodeKind,
     graph_batch_sizes,
     sharing_batch_sizes,
     sizes_by_kind,
 )
-from nanoinfer.runner.start.trials import Trials
+from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.weights.adapters.low_rank import LowRank
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
@@ -275,9 +277,9 @@ class TestGraphs:
         assert by_kind[sharing] == by_kind[DecodeKind(True, True)] == sharing_batch_sizes(sizes)
 
     def test_a_step_replays_the_graph_of_its_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Graphs are named by the step that was recorded for each."""
-        steps: list[tuple[int, DecodeKind]] = []
-        replayed: list[tuple[int, DecodeKind]] = []
+        """Graphs are named by what was recorded for each: a step's model, its draw, or the whole."""
+        steps: list[tuple[str, int, DecodeKind]] = []
+        replayed: list[tuple[str, int, DecodeKind]] = []
 
         class Graph:
             def replay(self) -> None:
@@ -285,19 +287,39 @@ class TestGraphs:
 
         @contextmanager
         def record(graph: Any, **_: Any) -> Iterator[None]:
+            steps.clear()
             yield
-            graph.step = steps[-1]
+            name, *step = steps[-1]
+            graph.step = ("whole" if len(steps) > 1 else name, *step)
 
         for name in ("graph_pool_handle", "Stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", record)
         sizes = sizes_by_kind(16, may_share=True, may_adapt=True)
-        graphs = DecodeGraphs(sizes, lambda *step: steps.append(step), lambda count: None)
+        own = SimpleNamespace(
+            forward=lambda rows, kind, _: steps.append(("model", rows, kind)),
+            launched=lambda num_rows, size, kind: SimpleNamespace(rows=size, kind=kind, size=(size, kind.guesses)),
+            draw=lambda launched: steps.append(("draw", launched.rows, launched.kind)),
+            logits_processors=SimpleNamespace(wanted={0: None}),
+        )
+        graphs = DecodeGraphs(cast(Steps, own), sizes, 99, lambda count: None)
         asked = [(3, PLAIN), (3, DecodeKind(has_adapters=True)), (9, DecodeKind(True, True)), (2, DecodeKind(True))]
         for rows, kind in asked:
-            graphs.replay(rows, kind)
-        assert replayed == [(4, asked[0][1]), (4, asked[1][1]), (16, asked[2][1]), (16, asked[3][1])]
+            assert not graphs.forward(rows, kind).is_drawn
+        wanted = [(4, asked[0][1]), (4, asked[1][1]), (16, asked[2][1]), (16, asked[3][1])]
+        assert replayed == [("model", *step) for step in wanted]
+        replayed.clear()
+        own.logits_processors.wanted.clear()
+        launched = [graphs.forward(rows, kind) for rows, kind in asked]
+        assert [step.is_drawn for step in launched] == [True, True, False, False]
+        for step in launched[:3]:
+            graphs.draw(step)
+        assert replayed == [
+            *(("whole", *step) for step in wanted[:2]),
+            *(("model", *step) for step in wanted[2:]),
+            ("draw", 16, DecodeKind(True, True)),
+        ]
 
     def test_steps_are_tried_with_and_without_adapters(self, make_llm: MakeLLM) -> None:
         """A GPU runs these before the first request, to compile their kernels and to measure their memory."""

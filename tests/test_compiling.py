@@ -15,12 +15,12 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.kernels.launch import is_recording
-from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
 from nanoinfer.runner.message import PrefillMessage
 from nanoinfer.runner.start import compiling
 from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.trials import Trials
-from nanoinfer.runner.steps.pending_tokens import Launched
+from nanoinfer.runner.steps.kinds import PLAIN, DecodeKind
+from nanoinfer.runner.steps.launched import Launched
 
 SCRIPT = """
 import json

@@ -280,8 +280,8 @@ class TestChanges:
         threads, seen = torch.get_num_threads(), set()
         llm = make_llm(**OPTIONS)
         steps = llm.engine.ranks.runner.steps
-        redraw = steps.redraw
-        monkeypatch.setattr(steps, "redraw", lambda *how: (seen.add(torch.get_num_threads()), redraw(*how))[1])
+        draw = steps.draw
+        monkeypatch.setattr(steps, "draw", lambda *how: (seen.add(torch.get_num_threads()), draw(*how))[1])
         params = SamplingParams(max_tokens=4, structured_outputs={"choice": ["yes", "no"]})
         torch.set_num_threads(2)
         try:

@@ -474,8 +474,8 @@ def assert_nothing_is_held(llm: LLM) -> None:
     scheduler, manager = llm.engine.scheduler, llm.engine.scheduler.block_manager
     assert not llm.has_unfinished_requests()
     assert scheduler.is_finished
-    assert not scheduler.decoding
-    assert not scheduler.full
+    assert not scheduler.decoding.seqs
+    assert not scheduler.decoding.full
     assert manager.num_free == len(manager.blocks)
     assert all(block.ref_count == 0 for block in manager.blocks)
     if (states := manager.states) is not None:

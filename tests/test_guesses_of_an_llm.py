@@ -21,7 +21,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.runner.drafting import verifier
-from nanoinfer.runner.logits.lines import Sampled
+from nanoinfer.runner.logits.lines import StepLines
 
 SPEECHES = [
     "ROMEO:\n",
@@ -137,7 +137,7 @@ def test_results_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if spread == "all lines":
-        monkeypatch.setattr(verifier, "Sampled", lambda *args, has_all: Sampled(*args, has_all=True))
+        monkeypatch.setattr(verifier, "StepLines", lambda *args: StepLines(*args[:-1], has_all=True))
     with make(speculation=DRAFTERS[drafter](known), **SPREAD[spread]) as llm:
         some = SOME if spread == "one row" else slice(None)
         outputs = run(llm, PROMPTS[some], PARAMS[some])

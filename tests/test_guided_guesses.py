@@ -31,7 +31,7 @@ from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.grammar.grammar import Grammars
 from nanoinfer.requests.text.spelling import token_bytes
 from nanoinfer.runner.drafting import verifier
-from nanoinfer.runner.logits.lines import Sampled
+from nanoinfer.runner.logits.lines import StepLines
 
 FORMS = [
     {"regex": "[a-z ]{5,30}"},
@@ -102,7 +102,7 @@ def test_results_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if spread == "all lines":
-        monkeypatch.setattr(verifier, "Sampled", lambda *args, has_all: Sampled(*args, has_all=True))
+        monkeypatch.setattr(verifier, "StepLines", lambda *args: StepLines(*args[:-1], has_all=True))
     with make(speculation=DRAFTERS[drafter](known), **SPREAD[spread]) as llm:
         outputs = run(llm, PROMPTS, PARAMS)
         assert_same(outputs, expected)

@@ -65,6 +65,8 @@ from nanoinfer.kernels.rows import (
 )
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import (
+    NO_TOKEN,
+    NONE_LEFT,
     MaskedLines,
     draw_masked_reference,
     draw_masked_triton,
@@ -1264,26 +1266,27 @@ def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
     ("vocabulary", "dtype"), of_each_kind(product([60, 9000], [torch.float32, torch.bfloat16]), 0, 3)
 )
 def test_draw_masked_replaces_the_tokens_of_its_places_alone(vocabulary: int, dtype: torch.dtype) -> None:
-    """Lines come in any order, and several take one row's settings. A mask may leave no token, or one that is NaN."""
+    """Lines come in any order, and several take one row's settings. A mask may leave no token, or one that is NaN.
+
+    A fault that is known already stays.
+    """
     logits = (randn(6, vocabulary + 3) * 3).to(dtype)[:, :vocabulary]  # rows need not lie side by side
     logits[4, 7] = float("nan")
-    masks = torch.randint(-(2**31), 2**31, (4, -(-vocabulary // 32)), dtype=torch.int32, device=DEVICE)
+    masks = torch.randint(-(2**31), 2**31, (5, -(-vocabulary // 32)), dtype=torch.int32, device=DEVICE)
     masks[1], masks[2, 0], masks[3, 0] = 0, masks[2, 0] & ~(1 << 7), masks[3, 0] | 1 << 7
-    places = torch.tensor([5, 0, 4, 3], device=DEVICE)
+    places = torch.tensor([5, 0, 4, 3, 1], device=DEVICE)
     settings = torch.tensor([0.0, 0.7, 1.3], device=DEVICE), torch.tensor([5, 2**40, 9], device=DEVICE)
     positions = torch.arange(6, dtype=torch.int32, device=DEVICE)
-    lines, drawn = MaskedLines(places, torch.tensor([0, 1, 1, 2], device=DEVICE), masks), []
+    lines, drawn = MaskedLines(places, torch.tensor([0, 1, 1, 2, 0], device=DEVICE), masks), []
     for function in (draw_masked_triton, draw_masked_reference):
-        token_ids = torch.full((6,), -7, dtype=torch.int32, device=DEVICE)
-        none_left = torch.zeros(6, dtype=torch.bool, device=DEVICE)
-        function(logits, *settings, positions, lines, token_ids, none_left)
-        assert none_left.tolist() == [True, False, False, False, False, False]
-        assert token_ids[[1, 2]].tolist() == [-7, -7]
-        assert 0 <= token_ids[0] < vocabulary
+        token_ids = torch.full((6,), vocabulary, dtype=torch.int32, device=DEVICE)
+        token_ids[1] = NO_TOKEN
+        function(logits, *settings, positions, lines, token_ids)
+        assert token_ids[:3].tolist() == [NONE_LEFT, NO_TOKEN, vocabulary]
         for place, mask in zip(places[[0, 2, 3]].tolist(), masks[[0, 2, 3]], strict=True):
             token = int(token_ids[place])
             assert mask[token // 32] >> token % 32 & 1
-        drawn.append(token_ids[places[[0, 2, 3]]])
+        drawn.append(token_ids)
     assert torch.equal(*drawn)
 
 

@@ -21,7 +21,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams
 from nanoinfer.logprob import Candidates
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.lines import Sampled
+from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.logits.processors import LogitsProcessors
 
 VOCABULARY = 2048  # the bundled model's
@@ -90,17 +90,17 @@ def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]
     logits, histories = torch.randn(count, size) * 2, torch.randint(size, (count, 6)).tolist()
     for row, tokens in enumerate(histories):
         processors.join(row, wants(params, tokens))
-    extras, token_ids = Extras(), torch.zeros(count, dtype=torch.int32)
+    extras, drawn = Extras(), torch.zeros(count, dtype=torch.int32)
     temperatures, seeds = torch.full((count,), params.temperature), torch.arange(count)
     positions = torch.full((count,), 6, dtype=torch.int32)
-    processors.redraw(Sampled(0, logits, token_ids, positions, temperatures, seeds), extras)
+    processors.draw(StepLines(0, logits, positions, temperatures, seeds), drawn, extras)
     entries = {key: Candidates(*own) for logprobs in extras.logprobs for key, *own in logprobs.entries()}
     kept = dict(entry for kept_tokens in extras.kept_tokens for entry in kept_tokens.entries())
     for row, tokens in enumerate(histories):
         entry, expected = entries[row].logprobs(None), definition(logits[row].double(), params, tokens)
         assert_is_definition(entry, expected)
         assert_is_kept(kept[row], logits[row].double(), params, tokens, expected)
-        assert_is_distribution(entry, int(token_ids[row]))
+        assert_is_distribution(entry, int(drawn[row]))
 
 
 @pytest.mark.parametrize("options", SPREAD, ids=str)

@@ -391,7 +391,7 @@ def test_groups_with_windows_leave_each_other_blocks() -> None:
     seq = sequence(25)
     sched.add(seq)
     assert prefill(sched.schedule(in_flight=True)) == [(seq, 0, 6)]
-    while seq in sched.decoding or seq in sched.waiting:
+    while seq in sched.decoding.seqs or seq in sched.waiting:
         assert sched.schedule(in_flight=True) is not None
         check_blocks(sched)
 
@@ -683,14 +683,14 @@ def check_decoding(sched: Scheduler) -> None:
     groups = manager.groups
     exhausted = [seq for seq in sched.running if seq.num_scheduled + 1 >= seq.max_len]
     outgrown = [seq for seq in sched.running if seq.num_scheduled == sched.long_from and seq not in exhausted]
-    assert sched.decoding == [seq for seq in sched.running if seq not in (*exhausted, *outgrown)]
-    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if manager.num_needed(seq))
+    assert sched.decoding.seqs == [seq for seq in sched.running if seq not in (*exhausted, *outgrown)]
+    assert Counter(sched.decoding.full) == Counter(seq for seq in sched.decoding.seqs if manager.num_needed(seq))
     for seq in sched.running:
         if seq in outgrown:
             assert seq.status is SequenceStatus.OUTGROWN
         else:
             assert seq.status is (SequenceStatus.ENDING if seq in exhausted else SequenceStatus.RUNNING)
-    for seq in sched.decoding:
+    for seq in sched.decoding.seqs:
         later = range(seq.num_scheduled + 1, seq.max_len)
         ends = (seq.max_len - 1, sched.long_from)
         assert seq.check_at == next(

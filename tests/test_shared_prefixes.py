@@ -30,8 +30,8 @@ from nanoinfer.kernels.attention.prefix_plan import (
 )
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.runner.cuda_graphs import graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.message import PrefixMessage
+from nanoinfer.runner.steps.kinds import DecodeKind, graph_batch_sizes, sharing_batch_sizes
 
 BLOCK = 256
 HEADER = list(range(1000, 1100))
@@ -395,8 +395,8 @@ class TestGenerate:
         llm = make_llm(model, **OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks, tensor_parallel_size=ranks)
         steps: list[bool] = []
         ours = llm.engine.ranks.runner.steps
-        run = ours.decode_rows
-        monkeypatch.setattr(ours, "decode_rows", lambda *how: (steps.append(how[2]), run(*how))[1])
+        run = ours.forward
+        monkeypatch.setattr(ours, "forward", lambda *how: (steps.append(how[1].shares), run(*how))[1])
         assert outputs(llm, most) == expected
         assert any(steps)
         assert (llm.engine.scheduler.num_preemptions > 0) == (blocks < 10)
@@ -416,8 +416,13 @@ class TestGenerate:
         how = {"speculation": Prophet(texts, (True, True, False)), "max_guesses": 2, "enforce_eager": eager}
         llm, shared = make_llm(model, **OPTIONS, **how), list[bool]()
         steps = llm.engine.ranks.runner.steps
-        verify = steps.verify_rows
-        monkeypatch.setattr(steps, "verify_rows", lambda *args: (shared.append(args[3]), verify(*args))[1])
+        run = steps.forward
+
+        def note(rows: int, kind: DecodeKind, longest: int) -> None:
+            shared.append(kind.shares and kind.guesses > 0)
+            run(rows, kind, longest)
+
+        monkeypatch.setattr(steps, "forward", note)
         assert outputs(llm, most) == expected
         assert not eager or any(shared)
         assert llm.stats().num_accepted_tokens > 0

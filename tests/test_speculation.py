@@ -467,7 +467,7 @@ def check_state(sched: Scheduler, in_flight: list[tuple[Step, list[Sequence]]]) 
         assert seq.num_scheduled == len(seq) - 1 + sum(reach)
         assert seq.num_unsure == sum(reach) - len(steps)
         has_ended = len(seq) + len(steps) >= seq.end
-        assert (seq in sched.decoding) != has_ended
+        assert (seq in sched.decoding.seqs) != has_ended
         assert (seq.status is SequenceStatus.RUNNING) != has_ended
         for group, table, released in zip(sched.block_manager.groups, seq.block_tables, seq.num_released, strict=True):
             assert len(table) * group.block_size >= min(seq.num_scheduled, seq.end - 1)

@@ -184,15 +184,15 @@ def test_guided_rows_are_drawn_with_the_threads_of_their_step(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance", reason="structured outputs need the llguidance package")
-    llm, seen, redraw = make_llm(device="cpu"), set[int](), LogitsProcessors.redraw
+    llm, seen, draw = make_llm(device="cpu"), set[int](), LogitsProcessors.draw
     threads = llm.engine.ranks.runner.threads
     monkeypatch.setattr(threads, "_choices", [(1, 3)])
 
-    def redraw_and_see(*args: Any, **others: Any) -> torch.Tensor:
+    def draw_and_see(*args: Any, **others: Any) -> torch.Tensor:
         seen.add(torch.get_num_threads())
-        return redraw(*args, **others)
+        return draw(*args, **others)
 
-    monkeypatch.setattr(LogitsProcessors, "redraw", redraw_and_see)
+    monkeypatch.setattr(LogitsProcessors, "draw", draw_and_see)
     params = SamplingParams(max_tokens=4, structured_outputs={"choice": ["rose", "thorn"]})
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert seen == {3}

@@ -20,7 +20,6 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.kernels.drafting.accept import NOTHING
 from nanoinfer.runner import model_runner
-from nanoinfer.runner.cuda_graphs import DecodeKind, graph_batch_sizes, sizes_by_kind
 from nanoinfer.runner.drafting import timing
 from nanoinfer.runner.drafting.sizes import MOST_TOKENS, most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import num_texts
@@ -33,6 +32,7 @@ from nanoinfer.runner.message import (
     PrefillMessage,
 )
 from nanoinfer.runner.start.trials import Trials
+from nanoinfer.runner.steps.kinds import DecodeKind, graph_batch_sizes, sizes_by_kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -350,8 +350,8 @@ def test_times_of_steps_leave_nothing_behind(make_llm: MakeLLM) -> None:
     times = host.runner.call("time_steps")
     assert {(1, 0), (1, 2)} <= set(times) <= {(1, 0), (1, 2), (1, 4), (4, 0), (4, 8), (4, 16)}
     assert min(times.values()) > 0
-    batch = host.runner.steps.batch
-    assert batch.positions.tolist() == batch.drafting.texts.tolist() == [-1] * 6
+    steps = host.runner.steps
+    assert steps.batch.positions.tolist() == steps.verifier.rows.texts.tolist() == [-1] * 6
 
 
 def test_steps_are_tried_that_verify(make_llm: MakeLLM) -> None:
@@ -415,6 +415,6 @@ class TestSizes:
 
 def test_an_llm_that_does_not_speculate_has_nothing_of_it(make_llm: MakeLLM) -> None:
     runner = make_llm(**OPTIONS).engine.ranks.runner
-    assert runner.steps.verifier is runner.steps.batch.drafting is None
+    assert runner.steps.verifier is None
     assert runner.verify_sizes == []
     assert len(runner.logits) == 6

@@ -30,10 +30,10 @@ from nanoinfer.hub import name_of
 from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.transports.spawned import SpawnedProcess
-from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.start import voice
 from nanoinfer.runner.start.voice import Voice
+from nanoinfer.runner.steps.kinds import PLAIN, DecodeKind
 from nanoinfer.weights.pinned import Uploads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -357,7 +357,8 @@ class TestCounts:
         config = Config(BUNDLED_MODEL, device="cpu")
         with Terminal() as terminal:
             sizes = {PLAIN: [1, 2, 4], DecodeKind(shares=True): [4]}
-            runner = SimpleNamespace(_graph_sizes=sizes, _voice=Voice(config), _decode_rows=lambda *_: None)
+            steps = SimpleNamespace(**dict.fromkeys(("forward", "launched", "draw"), lambda *_: None))
+            runner = SimpleNamespace(_graph_sizes=sizes, _voice=Voice(config), config=config, steps=steps)
             ModelRunner._capture(cast(ModelRunner, runner))
         assert counted == [("Graphs", 4, 4)]
         assert re.search(r"Graphs: 100%\|█+\| 4/4 \[.* graphs/s\]\n$", terminal.shown)

@@ -19,7 +19,7 @@ from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.results.faults import without_images, without_numbers, without_token
-from nanoinfer.engine.results.record import record_extras, record_verified
+from nanoinfer.engine.results.record import record_prompts, record_tokens
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
@@ -240,15 +240,13 @@ class LLMEngine(EngineClient):
             draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
             faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_images(done.step)
             failed = self._fail(faulty | without_numbers(done.step, done.tokens.extras, self.config.dtype))
-            if not done.step.guesses:
-                record_extras(done.step, done.seqs, done.tokens.extras)
+            record_prompts(done.step, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)
         num_cut = self.matchers.read(done.seqs, draws.tokens) if done.guided else 0
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, draws.tokens, strict=True))
         ended += self._end_guided(done.guided)
-        if done.step.guesses:
-            record_verified(done.seqs, done.tokens.extras, draws.proposed)
-            failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
+        record_tokens(done.step, done.seqs, done.tokens.extras, draws.proposed)
+        failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
         done.note_ends([*failed, *ended], draws, num_dropped + num_cut)
         self.counters.note_step(result, self.on_step)
         return result

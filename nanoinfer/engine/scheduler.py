@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.decoding import Decoding
 from nanoinfer.engine.prefixes.followers import Followers
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanoinfer.engine.speculation.speculation import Speculation
@@ -26,8 +27,7 @@ class Scheduler:
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
 
-    In a decode step, `schedule` and `postprocess` each do little more than one short loop over the rows. A row seldom
-    needs a block or has to leave: `schedule` looks into that only when the row's num_scheduled comes to its check_at.
+    In a decode step, `schedule` and `postprocess` each do little more than one short loop over the rows.
 
     A model's keys may depend on how long a sequence is: longrope rotates all positions of a long sequence by other
     angles. So a sequence is computed either as long or as short. A short one that outgrows `long_from` starts again.
@@ -59,10 +59,8 @@ class Scheduler:
         self.waiting = self.admission.waiting
         self.followers = Followers(block_manager.layout)
         self.running: deque[Sequence] = deque()
-        self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
-        self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
+        self.decoding = Decoding(block_manager)  # those of `running` that get a token from the next decode step
         self.num_preemptions = 0
-        self._num_verifying = 0  # steps in flight
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
@@ -106,7 +104,7 @@ class Scheduler:
         """
         if not self.waiting:
             return False
-        if not self.decoding or self.waiting.first.block_tables:
+        if not self.decoding.seqs or self.waiting.first.block_tables:
             return True
         if self.admission.is_shut:
             return False
@@ -137,7 +135,7 @@ class Scheduler:
                 seq.num_scheduled = num_cached
                 if seq.is_fresh:
                     seq.num_cached_tokens = num_cached
-                if self.block_manager.is_restoring and self.decoding and not chunks:
+                if self.block_manager.is_restoring and self.decoding.seqs and not chunks:
                     return None  # others decode meanwhile
             start = seq.num_scheduled
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
@@ -183,59 +181,23 @@ class Scheduler:
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        guesses = 0
-        if self.speculation is not None and self.decoding:
-            guesses = self.speculation.choose(self.decoding, self._goes_on)
-            if guesses and not self._find_full(self.speculation.reach(guesses)):
+        decoding, speculation, guesses = self.decoding, self.speculation, 0
+        if speculation is not None and decoding.seqs:
+            guesses = speculation.choose(decoding)
+            if guesses and not decoding.find_full(speculation.reach(guesses)):
                 guesses = 0  # there are not enough blocks
-        if guesses == 0 and not (self._make_room(in_flight) and self.decoding and self._goes_on()):
+        if guesses == 0 and not (self._make_room(in_flight) and decoding.seqs and decoding.goes_on):
             return None  # what is read back tells who goes on; nobody can be preempted before that
-        return self._advance(guesses)
-
-    def _goes_on(self) -> bool:
-        """Whether each decoding sequence certainly has room for the token of another plain step."""
-        return self._num_verifying == 0 or all(seq.num_scheduled + 1 < seq.end for seq in self.decoding)
-
-    def _find_full(self, reach: int) -> bool:
-        """Find the sequences that need blocks for up to so many tokens of each; returns whether there are."""
-        needed = 0
-        self.full.clear()
-        for seq in self.decoding:
-            if count := self.block_manager.num_needed(seq, seq.count(reach)):
-                self.full.append(seq)
-                needed += count
-        return needed <= self.block_manager.num_free
-
-    def _advance(self, guesses: int) -> DecodeStep:
-        """Count the next step in, which has places for so many guesses, and give its sequences their blocks."""
-        lacking: list[Chunk] = []
-        reach = 1
-        if self.speculation is not None:
-            reach, lacking = self.speculation.begin(self.decoding, guesses)
-        seqs, due, longest, append = self.decoding.copy(), [], 0, self.block_manager.append
-        grown = [(seq, *place) for seq in self.full for place in append(seq, seq.count(reach))]
-        self.full.clear()
-        for seq in seqs:
-            seq.num_scheduled = length = seq.num_scheduled + reach
-            if length > longest:
-                longest = length
-            if length >= seq.check_at:
-                due.append(seq)
-        if guesses:
-            self._num_verifying += 1
-            longest = max(min(seq.num_scheduled, seq.end - 1) for seq in seqs)
-            for seq in seqs:
-                seq.num_unsure += reach - 1
-        for seq in due:
-            self._check(seq)
-        return DecodeStep(seqs, grown, due, longest, guesses, lacking)
+        if speculation is None:
+            return decoding.advance(0, 1, [])
+        return decoding.advance(guesses, *speculation.begin(decoding.seqs, guesses))
 
     def _make_room(self, in_flight: bool) -> bool:
         """Preempt sequences until there are blocks for the next token of the others; returns whether there are.
 
         A preempted sequence starts again from its tokens, which must be known: none can be while a step is in flight.
         """
-        while self.full and sum(map(self.block_manager.num_needed, self.full)) > self.block_manager.num_free:
+        while not self.decoding.has_room:
             if in_flight:
                 return False
             self._requeue(self.admission.cheapest(self.running))
@@ -249,27 +211,8 @@ class Scheduler:
         # A long one has more tokens from its first step on.
         seq.end = seq.max_len if self.long_from is None or seq.is_long else min(seq.max_len, self.long_from + 1)
         self.running.append(seq)
-        self.decoding.append(seq)
         seq.drafted = len(seq)
-        self._check(seq)
-
-    def _check(self, seq: Sequence) -> None:
-        """Decide whether a sequence is in the next decode step, whether it needs a block, and when to look again."""
-        if self._stops_decoding(seq):
-            return
-        if self.block_manager.num_needed(seq):
-            self.full.append(seq)
-        seq.check_at = min(self.block_manager.next_end(seq.num_certain), seq.end - 1)
-
-    def _stops_decoding(self, seq: Sequence) -> bool:
-        """Take a sequence out of the decode steps if those in flight certainly bring it to its end."""
-        if seq.num_certain + 1 < seq.end:
-            return False
-        seq.status = SequenceStatus.ENDING if seq.end == seq.max_len else SequenceStatus.OUTGROWN
-        self.decoding.remove(seq)
-        if seq in self.full:
-            self.full.remove(seq)
-        return True
+        self.decoding.start(seq)
 
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
@@ -310,9 +253,9 @@ class Scheduler:
         """Take back a running sequence's blocks, and its place among those that run."""
         self.block_manager.free(seq)
         self.admission.is_shut = False
-        for seqs in (self.running, self.decoding, self.full):
-            if seq in seqs:
-                seqs.remove(seq)
+        self.decoding.drop(seq)
+        if seq in self.running:
+            self.running.remove(seq)
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, Any]]) -> tuple[list[Sequence], int]:
         """Take the tokens that the oldest step in flight sampled, in any order; of a verifying step, each row's list.
@@ -322,7 +265,9 @@ class Scheduler:
         self._record(step)
         ended, num_dropped = self._end_scored(step), 0
         if step.guesses:
-            return self._take_verified(step.guesses, tokens, ended)
+            assert self.speculation is not None
+            self.decoding.num_verifying -= 1
+            return self.speculation.read(step.guesses, tokens, self._take)
         running = SequenceStatus.RUNNING
         for seq, token_id in tokens:
             if seq.status is running and token_id not in seq.stop_ids:
@@ -333,31 +278,9 @@ class Scheduler:
                 ended.append(seq)
         return ended, num_dropped
 
-    def _take_verified(
-        self, guesses: int, tokens: Iterable[tuple[Sequence, list[int]]], ended: list[Sequence]
-    ) -> tuple[list[Sequence], int]:
-        """Take the tokens of a verifying step, as `postprocess` does; ended: the sequences that have ended before."""
-        assert self.speculation is not None
-        reach, held, num_dropped = self.speculation.reach(guesses), list[int](), 0
-        self._num_verifying -= 1
-        for seq, new in tokens:
-            if seq.is_finished:
-                num_dropped += len(new)
-                continue
-            seq.num_scheduled -= reach - len(new)
-            seq.num_unsure -= reach - 1
-            held.append(max(0, len(new) - 1))
-            num_taken = self._take(seq, new)
-            num_dropped += len(new) - num_taken
-            seq.num_accepted_tokens += max(0, num_taken - 1)
-            if seq.finish_reason is not None:
-                ended.append(seq)
-        self.speculation.budget.note(guesses, held)
-        return ended, num_dropped
-
     def _take(self, seq: Sequence, tokens: list[int]) -> int:
-        """Append tokens, one of which may end the sequence; returns how many it has got."""
-        goes_on = seq.status is SequenceStatus.RUNNING and not self._stops_decoding(seq)
+        """Append the tokens of a verifying step, one of which may end the sequence; returns how many it has got."""
+        goes_on = seq.status is SequenceStatus.RUNNING and not self.decoding.ends(seq)
         if goes_on and seq.on_token is None and seq.stop_ids.isdisjoint(tokens):
             seq.token_ids.extend(tokens)  # the usual case
             return len(tokens)
@@ -440,9 +363,8 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
-        for seqs in (self.running, self.decoding, self.full):
-            seqs.clear()
+        self.running.clear()
+        self.decoding.clear()
         self.admission.clear()
         self.followers.clear()
         self.block_manager.free_all()
-        self._num_verifying = 0

@@ -113,7 +113,10 @@ def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tenso
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+# Rows that join begin anywhere: alignment would compile anew.
+@triton.jit(
+    do_not_specialize=["rows"], do_not_specialize_on_alignment=["last_tokens_ptr", "positions_ptr", "drawn_ptr"]
+)
 def _advance_rows_kernel(
     last_tokens_ptr, positions_ptr, token_ids_ptr, drawn_ptr, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):

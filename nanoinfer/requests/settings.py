@@ -113,11 +113,10 @@ class SettingsReader:
         """Check settings, and return a copy of them."""
         vocab_size = self._config.description.vocab_size
         for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= vocab_size:
-                    raise ValueError(
-                        f"{name}.{field} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}"
-                    )
+            token_ids = getattr(params, field) or ()
+            if token_ids and max(token_ids) >= vocab_size:
+                too_large = next(token_id for token_id in token_ids if token_id >= vocab_size)
+                raise ValueError(f"{name}.{field} has token id {short(too_large)}: must be from 0 to {vocab_size - 1}")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(params, field)
             if count is not None and count > vocab_size:

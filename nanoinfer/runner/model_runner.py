@@ -21,13 +21,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
 from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.runner.cuda_graphs import (
-    MAX_GRAPH_ROWS,
-    DecodeGraphs,
-    DecodeKind,
-    graph_batch_sizes,
-    sizes_by_kind,
-)
+from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.drafting.sizes import VerifySize, most_tokens, verify_sizes
 from nanoinfer.runner.drafting.timing import time_steps
 from nanoinfer.runner.extras import Extras
@@ -41,8 +35,10 @@ from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
 from nanoinfer.runner.start.trials import Trials, check_attention, image_bytes, peak_bytes
 from nanoinfer.runner.start.voice import Voice
+from nanoinfer.runner.steps.kinds import MAX_GRAPH_ROWS, DecodeKind, graph_batch_sizes, sizes_by_kind
+from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.one_by_one import OneByOne
-from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
+from nanoinfer.runner.steps.pending_tokens import PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
@@ -169,10 +165,10 @@ class ModelRunner:
         if config.device == "cuda":
             decodes = self._largest_decodes(trials)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            decode, redrawn = self._measure_decode(decodes) if decodes else (0, 0)
+            decode, drawn = self._measure_decode(decodes) if decodes else (0, 0)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
-            step_bytes += redrawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
+            step_bytes += drawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
         cache, block_bytes = self.holdings.kv_cache, self.holdings.cache_spec.block_bytes
         self.offload = plan_offload(
             config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
@@ -183,7 +179,7 @@ class ModelRunner:
         return trials.largest_decodes(self.verify_sizes) if self.config.description.generates else []
 
     def _measure_decode(self, steps: list[tuple[int, DecodeKind]]) -> tuple[int, int]:
-        """Run the largest decode steps; returns the bytes that they work in, and those to draw again."""
+        """Run the largest decode steps; returns the bytes that they work in, and those to draw what rows want."""
         peaks = []
         for step in steps:
             self.steps.batch.positions.zero_()  # each step moves its rows on, at last past the ends of their tables
@@ -192,11 +188,8 @@ class ModelRunner:
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
         """Launch a decode step that any rows of this number may take, up to some length."""
-        longest = max_context_len or self.config.max_model_len
-        if kind.guesses:
-            self.steps.verify_rows(rows, kind.guesses, longest, kind.shares, kind.has_adapters)
-        else:
-            self.steps.decode_rows(rows, longest, kind.shares, kind.has_adapters)
+        self.steps.forward(rows, kind, max_context_len or self.config.max_model_len)
+        self.steps.draw(self.steps.launched(rows, rows, kind))
 
     def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
@@ -216,7 +209,7 @@ class ModelRunner:
         if sizes := self._graph_sizes:
             num_graphs = sum(map(len, sizes.values()))
             with no_collection(), self._voice.bar("Graphs", " graphs", num_graphs) as advance:
-                self.graphs = DecodeGraphs(sizes, self._decode_rows, advance)
+                self.graphs = DecodeGraphs(self.steps, sizes, self.config.max_model_len, advance)
 
     @property
     def _graph_sizes(self) -> dict[DecodeKind, list[int]]:
@@ -245,7 +238,7 @@ class ModelRunner:
 
         def run(rows: int, guesses: int) -> None:
             with self.threads.of(rows + guesses):
-                self._run_decode(rows, DecodeKind(guesses=guesses))
+                self._draw(self._forward(rows, DecodeKind(guesses=guesses), self.config.max_model_len))
 
         def agree(seconds: float) -> float:
             return self.tp.min(int(seconds * 1e9), self.device) / 1e9
@@ -270,13 +263,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, message: StepMessage) -> PendingTokens | None:
-        """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks.
+        """Launch the model of a step that has guided rows. Its draw waits for `draw_guided`: the host makes the masks.
 
         Returns the guesses of a verifying step, Verifier.guesses, where there is a host, else None. They come to the
         host while the model runs.
         """
         with self.threads.of(message.num_tokens):
             self._launched = launched = self._launch(message)
+            launched.sampled = self.steps.sample(launched)  # it needs no masks
             if launched.places is None or not self.has_host:
                 return None
             verifier = self.steps.verifier
@@ -302,8 +296,15 @@ class ModelRunner:
         return self.steps.prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
 
     def _pending(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
-        token_ids = self.steps.redraw(launched, masks)
-        return self._send(token_ids, launched.extras) if self.has_host else None
+        """Draw for a step; returns its tokens where there is a host, else None."""
+        self._draw(launched, masks)
+        return self._send(self.steps.told(launched), launched.extras) if self.has_host else None
+
+    def _draw(self, launched: Launched, masks: MaskMessage | None = None) -> None:
+        if launched.size is not None and self.graphs is not None and launched.size[0] <= self.graphs.largest:
+            self.graphs.draw(launched, masks)
+        elif len(launched.logits):  # else no prompt is complete
+            self.steps.draw(launched, masks)
 
     def _send(self, token_ids: Tensor, extras: Extras) -> PendingTokens:
         """Send numbers and extras on their way to the host."""
@@ -313,22 +314,15 @@ class ModelRunner:
         return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:
-        num_rows, verifier = message.num_rows, self.steps.verifier
         kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
-        size = self._run_decode(num_rows, kind, message.max_context_len)
-        rows = slice(0, num_rows)
-        if verifier is None or not kind.guesses:
-            return Launched(rows, self.logits[rows], self.steps.extras(num_rows))
-        places = verifier.places(size, kind.guesses)
-        extras = self.steps.extras_of_guesses(places, num_rows)
-        return Launched(rows, self.logits[: size + kind.guesses], extras, places)
+        return self._forward(message.num_rows, kind, message.max_context_len)
 
-    def _run_decode(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> int:
-        """Replay a decode step, or launch it if it was not captured; returns how many rows it had, empty ones too."""
-        if self.graphs is None or rows > self.graphs.largest:
-            self._decode_rows(rows, kind, max_context_len)
-            return rows
-        return self.graphs.replay(rows, kind)
+    def _forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> Launched:
+        """Replay the model of a decode step, or launch it if it was not captured."""
+        if self.graphs is not None and num_rows <= self.graphs.largest:
+            return self.graphs.forward(num_rows, kind)
+        self.steps.forward(num_rows, kind, max_context_len)
+        return self.steps.launched(num_rows, num_rows, kind)
 
     def check_device(self) -> None:
         """Raise torch.AcceleratorError if a kernel has failed: a rank that waits for no results would not notice."""

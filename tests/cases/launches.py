@@ -309,7 +309,7 @@ def sample(rows: int, dtype: torch.dtype) -> None:
     seeds = empty(rows, dtype=torch.int64)
     draw_triton(logits, settings[0], seeds, numbers(rows), cutoff=cutoff)
     lines = MaskedLines(seeds, seeds, empty(rows, VOCABULARY // 32, dtype=torch.int32))
-    draw_masked_triton(logits, settings[0], seeds, numbers(rows), lines, numbers(rows), empty(rows, dtype=torch.bool))
+    draw_masked_triton(logits, settings[0], seeds, numbers(rows), lines, numbers(rows))
 
 
 def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:

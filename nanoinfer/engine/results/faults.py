@@ -6,9 +6,8 @@ import numpy as np
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
-from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.kernels.sampling.draw import NO_TOKEN, NONE_LEFT
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.processors import NONE_LEFT
 
 BANNING = ("allowed_token_ids", "bad_words", "structured_outputs")  # settings that may leave no token
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.engine.sequence import Sequence
@@ -20,7 +20,7 @@ class Draws:
     lasts: the fault behind a list's tokens, or NO_FAULT
     num_tokens: in all, those of sequences that have ended included
     num_first: the sequences that get a token and had not ended; num_proposed: the guesses that these had
-    proposed: the guesses of each sequence, if the step verified some
+    proposed: the guesses of each sequence; None: the step verified none
     """
 
     firsts: list[int]
@@ -29,7 +29,7 @@ class Draws:
     num_tokens: int
     num_first: int = 0
     num_proposed: int = 0
-    proposed: list[int] = field(default_factory=list)
+    proposed: list[int] | None = None
 
 
 def read_guesses(seqs: list[Sequence], guided: list[Sequence], told: list[int]) -> list[list[int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from nanoinfer.engine.decoding import Decoding
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.step import Chunk, DecodeStep, Step
@@ -21,16 +22,14 @@ class Speculation:
         """Return how many tokens a step with places for so many guesses may give a sequence."""
         return min(self._max_guesses, guesses) + 1
 
-    def choose(self, decoding: list[Sequence], may_be_plain: Callable[[], bool]) -> int:
-        """Return for how many guesses the next step of these sequences is to have places; 0: it is to be a plain one.
-
-        may_be_plain: tells whether that is possible now
-        """
-        least = self.budget.least(len(decoding))
+    def choose(self, decoding: Decoding) -> int:
+        """Return for how many guesses the next step of these is to have places; 0: it is to be a plain one."""
+        count = len(decoding.seqs)
+        least = self.budget.least(count)
         if least == 0:
             return 0
-        num_guided = sum(seq.params.is_guided for seq in decoding) if self.budget.counts_host else 0
-        return self.budget.choose(len(decoding), num_guided) or (0 if may_be_plain() else least)
+        num_guided = sum(seq.params.is_guided for seq in decoding.seqs) if self.budget.counts_host else 0
+        return self.budget.choose(count, num_guided) or (0 if decoding.goes_on else least)
 
     def begin(self, decoding: list[Sequence], guesses: int) -> tuple[int, list[Chunk]]:
         """Begin a step with places for so many guesses; 0: a plain step.
@@ -48,6 +47,30 @@ class Speculation:
                     lacking.append(Chunk(seq, seq.drafted, len(seq), is_last=False))
                 seq.drafted = None
         return self.reach(guesses), lacking
+
+    def read(
+        self, guesses: int, tokens: Iterable[tuple[Sequence, list[int]]], take: Callable[[Sequence, list[int]], int]
+    ) -> tuple[list[Sequence], int]:
+        """Bring together the lengths of the sequences of a verifying step, and let them take its tokens.
+
+        guesses: it had places for so many; take: appends tokens to a sequence, and returns how many it has got
+        Returns the sequences that ended with the step, and how many tokens were dropped because theirs had ended.
+        """
+        reach, ended, held, num_dropped = self.reach(guesses), list[Sequence](), list[int](), 0
+        for seq, new in tokens:
+            if seq.is_finished:
+                num_dropped += len(new)
+                continue
+            seq.num_scheduled -= reach - len(new)
+            seq.num_unsure -= reach - 1
+            num_taken = take(seq, new)
+            num_dropped += len(new) - num_taken
+            held.append(max(0, len(new) - 1))
+            seq.num_accepted_tokens += max(0, num_taken - 1)
+            if seq.finish_reason is not None:
+                ended.append(seq)
+        self.budget.note(guesses, held)
+        return ended, num_dropped
 
     def note_host(self, step: Step, num_guided: int, seconds: float) -> None:
         """Learn how long the host was busy for a step with guided rows."""

@@ -40,9 +40,7 @@ def accept_guesses(drawn: Tensor, places: Places, rows: AdvancedRows, kept: Tens
 
     A row whose guesses have all held may have twice as many in its next step, others one more than have held.
 
-    What the rows were before comes from their places. So other draws for these may be accepted in place of the first.
-
-    drawn: [places] int32, the tokens drawn from the logits of all places; `places` keep those behind their tokens
+    drawn: [places] int32, the tokens drawn from the logits of all places
     kept: [rows, most + 2] int32, gets the tokens that each row keeps, NOTHING behind these, and at the end how many
         guesses it had. An empty place of a row keeps nothing
     """
@@ -54,7 +52,6 @@ def accept_guesses_reference(drawn: Tensor, places: Places, rows: AdvancedRows, 
     count, most = len(kept), kept.shape[1] - 2
     placed, guess = places.positions[:count], torch.arange(most, device=drawn.device)
     goes_on = placed >= 0
-    places.drawn.copy_(drawn)
     at = (count + places.first[:, None] + guess).clamp(max=len(drawn) - 1)
     draws = torch.cat([drawn[:count, None], drawn[at]], dim=1)
     holds = (places.tokens[at] == draws[:, :-1]) & (guess < places.counts[:, None])
@@ -64,8 +61,8 @@ def accept_guesses_reference(drawn: Tensor, places: Places, rows: AdvancedRows, 
     kept[:, -1] = places.counts
     last = draws.gather(1, held[:, None].long())[:, 0].clamp(min=0)
     rows.last_tokens.copy_(last.where(goes_on, rows.last_tokens))
-    limits = torch.where(held == places.counts, (2 * places.limits).clamp(max=most), held + 1)
-    rows.limits.copy_(limits.where(places.counts > 0, places.limits))
+    limits = torch.where(held == places.counts, (2 * rows.limits).clamp(max=most), held + 1)
+    rows.limits.copy_(limits.where(places.counts > 0, rows.limits))
     row, column = is_kept.nonzero(as_tuple=True)
     rows.tokens[rows.slots[row], placed[row] + 1 + column.int()] = draws[row, column].clamp(min=0)
     rows.positions.copy_((placed + held + 1).where(goes_on, rows.positions))
@@ -95,10 +92,8 @@ def _accept_kernel(
     drawn_ptr,
     guesses_ptr,
     placed_ptr,
-    kept_drawn_ptr,
     first_ptr,
     counts_ptr,
-    placed_limits_ptr,
     tokens_ptr,
     lengths_ptr,
     slots_ptr,
@@ -123,7 +118,6 @@ def _accept_kernel(
     guess = tl.load(guesses_ptr + behind + column, mask=column < count, other=_NO_GUESS)
     held = tl.min(tl.where(guess == draw, BLOCK, column))
     is_kept = column <= tl.where(goes_on, held, -1)
-    tl.store(kept_drawn_ptr + place, draw, mask=column <= tl.where(goes_on, count, -1))
     told = tl.where(column == MOST + 1, count, tl.where(is_kept, draw, _NOTHING))
     tl.store(kept_ptr + row * (MOST + 2) + column, told, mask=column < MOST + 2)
     if goes_on:
@@ -133,6 +127,6 @@ def _accept_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
         tl.store(tokens_ptr + slot * width + position + 1 + column, tl.maximum(draw, 0), mask=is_kept)
         tl.store(lengths_ptr + slot, position + held + 2)
-        limit = tl.load(placed_limits_ptr + row)
+        limit = tl.load(limits_ptr + row)
         limit = tl.where(count == 0, limit, tl.where(held == count, tl.minimum(2 * limit, MOST), held + 1))
         tl.store(limits_ptr + row, limit)

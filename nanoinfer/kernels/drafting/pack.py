@@ -20,31 +20,27 @@ class Places(NamedTuple):
     tokens: [places] int32
     positions: [places] int32; -1: an empty place, as those of empty rows and of rows that have their last token
     row_of: [places] int32, whose token it is; 0 in a place that has no guess
-    drawn: [places] int32, the tokens that are drawn behind them
     first: [rows] int32, the place of a row's first guess, counted from behind the rows
     counts: [rows] int32, the row's guesses
-    limits: [rows] int32, how many it might have if there were fewer places than guesses
     """
 
     tokens: Tensor
     positions: Tensor
     row_of: Tensor
-    drawn: Tensor
     first: Tensor
     counts: Tensor
-    limits: Tensor
 
     @staticmethod
     def room(num_rows: int, num_tokens: int, device: torch.device) -> Places:
         """Return Places without a token, for so many rows and for so many tokens."""
-        tokens, positions, row_of, drawn = (torch.zeros(num_tokens, dtype=torch.int32, device=device) for _ in range(4))
-        of_rows = [torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(3)]
-        return Places(tokens, positions.fill_(-1), row_of, drawn, *of_rows)
+        tokens, positions, row_of = (torch.zeros(num_tokens, dtype=torch.int32, device=device) for _ in range(3))
+        of_rows = [torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(2)]
+        return Places(tokens, positions.fill_(-1), row_of, *of_rows)
 
     def of_size(self, num_rows: int, num_guesses: int) -> Places:
         """Return the first of these places, as those of a step of this size."""
-        of_tokens = (column[: num_rows + num_guesses] for column in self[:4])
-        return Places(*of_tokens, *(column[:num_rows] for column in self[4:]))
+        of_tokens = (column[: num_rows + num_guesses] for column in self[:3])
+        return Places(*of_tokens, *(column[:num_rows] for column in self[3:]))
 
 
 class GuessingRows(NamedTuple):
@@ -72,7 +68,7 @@ def pack_guesses(rows: GuessingRows, places: Places, vocab_size: int, are_free: 
     are fewer places than guesses. If the places do not suffice, all rows have their first guesses before any has later
     ones, because a later guess holds only behind all that come before it.
 
-    places: of the step's size; get all but what is drawn
+    places: of the step's size
     are_free: empty places take as long as others
     """
     (pack_guesses_triton if rows.guesses.is_cuda else pack_guesses_reference)(rows, places, vocab_size, are_free)
@@ -102,7 +98,6 @@ def pack_guesses_reference(rows: GuessingRows, places: Places, vocab_size: int, 
     places.positions[behind] = positions[row] + 1 + guess.int()
     places.first.copy_(taken.cumsum(0) - taken)
     places.counts.copy_(taken)
-    places.limits.copy_(limits)
 
 
 def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
@@ -113,8 +108,7 @@ def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are
     assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
         *rows,
-        *places[:3],
-        *places[4:],
+        *places,
         num_rows,
         num_places,
         vocab_size,
@@ -140,7 +134,6 @@ def _pack_kernel(
     row_of_ptr,
     first_ptr,
     taken_ptr,
-    kept_limits_ptr,
     rows,
     places,
     vocab_size,
@@ -166,7 +159,6 @@ def _pack_kernel(
     wanted = tl.minimum(wanted, tl.min(tl.where(is_token, BLOCK_MOST, guess[None, :]), 1))
     wanted = tl.where(goes_on, wanted, 0)
     limit = tl.load(limits_ptr + row, mask=mask, other=0)
-    tl.store(kept_limits_ptr + row, limit, mask=mask)
     if ARE_FREE:
         limit = tl.where(tl.sum(wanted) > places, limit, MOST)
     wanted = tl.maximum(tl.minimum(wanted, limit), 0)  # an empty row's limit is negative

@@ -20,6 +20,8 @@ UInts = npt.NDArray[np.uint32]  # NumPy's unsigned integers wrap around; torch c
 
 BLOCK = 4096  # tokens in a slice of the vocabulary
 NO_TOKEN = -1  # in place of a token id, where logits are not finite
+NONE_LEFT = -2  # in place of a token id, where settings leave no token that may be drawn
+_NONE_LEFT = tl.constexpr(NONE_LEFT)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -67,17 +69,16 @@ def draw_masked(
     positions: Tensor,
     lines: MaskedLines,
     token_ids: Tensor,
-    none_left: Tensor,
 ) -> None:
-    """Draw some places again, as `draw` does, from the tokens that masks allow.
+    """Draw in some places, as `draw` does, from the tokens that masks allow.
 
     logits: [places, vocabulary]
     temperatures, seeds: [rows]; positions: [places]; each as for `draw`
-    token_ids: [places] int32, in which the new tokens take their places
-    none_left: [places] bool, gets whether a mask and the logits leave no token; the token id is any one then
+    token_ids: [places] int32, in which the new tokens take their places, NONE_LEFT where a mask and the logits leave
+        none. Where it is negative, it stays
     """
     function = draw_masked_triton if logits.is_cuda else draw_masked_reference
-    function(logits, temperatures, seeds, positions, lines, token_ids, none_left)
+    function(logits, temperatures, seeds, positions, lines, token_ids)
 
 
 def draw_reference(
@@ -114,13 +115,17 @@ def draw_masked_reference(
     positions: Tensor,
     lines: MaskedLines,
     token_ids: Tensor,
-    none_left: Tensor,
 ) -> None:
     """draw_masked in torch."""
     places, rows, masks = lines
     allowed = apply_masks(logits[places].float(), masks)
     best, ids = draw_reference(allowed, temperatures[rows], seeds[rows], positions[places])
-    token_ids[places], none_left[places] = ids, best.isneginf()
+    token_ids[places] = kept_faults(token_ids[places], best, ids)
+
+
+def kept_faults(before: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+    """Return the ids that `draw` gave with `best`, NONE_LEFT where it found none; where `before` is negative, that."""
+    return before.where(before < 0, ids.masked_fill(best.isneginf(), NONE_LEFT))
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -183,11 +188,10 @@ def draw_masked_triton(
     positions: Tensor,
     lines: MaskedLines,
     token_ids: Tensor,
-    none_left: Tensor,
 ) -> None:
     """draw_masked as two launches, like those of draw_triton."""
     best, ids = _draw_slices(len(lines.places), logits, temperatures, seeds, positions, lines=lines)
-    _choose_slices(best, ids, none_left, token_ids, lines.places)
+    _choose_slices(best, ids, None, token_ids, lines.places)
 
 
 def _draw_slices(
@@ -227,9 +231,9 @@ def _draw_slices(
 
 
 def _choose_slices(
-    best: Tensor, ids: Tensor, told: Tensor, row_ids: Tensor, places: Tensor | None = None, marks: bool = False
+    best: Tensor, ids: Tensor, told: Tensor | None, row_ids: Tensor, places: Tensor | None = None, marks: bool = False
 ) -> None:
-    """Choose each row's best slice; told: as the kernel has it. places: where lines stand, whose numbers are told"""
+    """Choose each row's best slice; told: gets its score. places: where lines stand, as draw_masked has them"""
     rows, slices = best.shape
     _best_slice_kernel[(rows,)](
         best,
@@ -273,7 +277,8 @@ def _gumbel_noise_triton(seed, position, token_ids, COMPILED: tl.constexpr):
     return -_log(tl.where(u < 0.0625, series, -_log(1 - u, COMPILED)), COMPILED)
 
 
-@triton.jit
+# Rows that join begin anywhere: alignment would compile anew.
+@triton.jit(do_not_specialize_on_alignment=["temperatures_ptr", "seeds_ptr"])
 def _draw_slice_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -338,7 +343,7 @@ def _best_slice_kernel(
     HAS_PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Store each row's best token, and its score; of lines with places, whether there is no token in place of that."""
+    """Store each row's best token, and its score; of lines with places the token alone, as draw_masked does."""
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -352,7 +357,8 @@ def _best_slice_kernel(
         id = tl.where(tl.abs(top) < float("inf"), id, -1)
     if HAS_PLACES:
         row = tl.load(places_ptr + row)
-        tl.store(told_ptr + row, top == float("-inf"))
+        before = tl.load(row_ids_ptr + row)
+        id = tl.where(before < 0, before, tl.where(top == float("-inf"), _NONE_LEFT, id))
     else:
         tl.store(told_ptr + row, top)
     tl.store(row_ids_ptr + row, id)

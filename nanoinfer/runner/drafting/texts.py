@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 
 import torch
-from torch import Tensor
 
 from nanoinfer.runner.message import DraftingMessage
+from nanoinfer.runner.steps.row_table import RowTable
 from nanoinfer.runner.transfer import upload_all
 
 MEMBERS = 16  # texts of a group that are searched, at most
@@ -65,27 +65,17 @@ class DraftingRows:
     limits: how many guesses it may have in a step
     """
 
-    def __init__(self, max_num_seqs: int, max_guesses: int, device: torch.device) -> None:
+    def __init__(self, table: RowTable, max_guesses: int) -> None:
         self._first_limit = max(1, max_guesses // 2)
-        self._table = torch.full((4, max_num_seqs), -1, dtype=torch.int32, device=device)
-        self.texts, self.groups, self.ends, self.limits = self._table
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy rows; source, destination: [moves] int32, which have no row in common."""
-        self._table[:, destination] = self._table[:, source]
-
-    def empty(self, start: int, end: int) -> None:
-        """Empty the rows from start to end."""
-        self._table[:, start:end] = -1
+        self.texts, self.groups, self.ends, self.limits = (table.column(torch.int32, empty=-1) for _ in range(4))
 
     def join(self, start: int, joining: list[DraftingMessage]) -> None:
         """Fill the rows from start on."""
         columns = [
-            [message.text for message in joining],
-            [message.group for message in joining],
-            [message.end for message in joining],
-            [self._first_limit] * len(joining),
+            array("i", [message.text for message in joining]),
+            array("i", [message.group for message in joining]),
+            array("i", [message.end for message in joining]),
         ]
-        flat = array("i", [number for column in columns for number in column])
-        (numbers,) = upload_all([flat], self._table.device)
-        self._table[:, start : start + len(joining)] = numbers.view(4, -1)
+        rows = slice(start, start + len(joining))
+        self.texts[rows], self.groups[rows], self.ends[rows] = upload_all(columns, self.texts.device)
+        self.limits[rows] = self._first_limit

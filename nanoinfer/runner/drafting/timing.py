@@ -59,7 +59,7 @@ class TrialRows:
     def __init__(self, config: Config, steps: Steps, rows: int) -> None:
         """rows: at most so many are filled"""
         assert steps.verifier is not None
-        self._batch, self._texts = steps.batch, steps.verifier.texts
+        self._batch, self._texts, self._rows = steps.batch, steps.verifier.texts, steps.verifier.rows
         self._end, self._most = config.max_model_len, config.max_guesses
         length = max(1, min(LENGTH, self._end - self._most - 2))
         generator = torch.Generator().manual_seed(0)
@@ -69,8 +69,7 @@ class TrialRows:
     def fill(self, rows: int) -> None:
         """Fill the first rows, and empty the others."""
         self.clear()
-        length, batch, drafting = self._tokens.shape[1], self._batch, self._batch.drafting
-        assert drafting is not None
+        length, batch, drafting = self._tokens.shape[1], self._batch, self._rows
         self._texts.tokens[:rows, :length] = self._tokens[:rows]
         batch.last_tokens[:rows] = self._tokens[:rows, -1]
         batch.positions[:rows] = length - 1
@@ -79,6 +78,4 @@ class TrialRows:
 
     def clear(self) -> None:
         """Empty all rows."""
-        assert self._batch.drafting is not None
-        self._batch.positions.fill_(-1)
-        self._batch.drafting.empty(0, len(self._batch.positions))
+        self._batch.table.empty()

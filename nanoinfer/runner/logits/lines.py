@@ -1,4 +1,4 @@
-"""Lines: which of a step's logits are drawn again for a group of rows, and for which row each is."""
+"""Lines: which of a step's logits a group of rows draws from, and for which row each is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Which = Tensor | slice
 EACH = slice(None)  # one line for each row, in their order
 
 
-class Sampled(NamedTuple):
-    """What a step has drawn by temperature alone.
+class StepLines(NamedTuple):
+    """All lines of a step's logits, behind each of which a token is drawn.
 
     first_row: the first of its rows; a plain step has a place for each row from this one on
     logits: [places, this rank's token ids]
-    token_ids: [places] int32, the tokens; positions: [places] int32, where these come in their sequences
+    positions: [places] int32, where the drawn tokens come in their sequences
     temperatures, seeds: [rows], as for kernels.sampling.draw
     places: of a step that verified guesses; None: of another one
     has_all: the host does not know how many guesses rows have, and takes as many lines as there may be
@@ -27,12 +27,20 @@ class Sampled(NamedTuple):
 
     first_row: int
     logits: Tensor
-    token_ids: Tensor
     positions: Tensor
     temperatures: Tensor
     seeds: Tensor
     places: Places | None = None
     has_all: bool = False
+
+    @property
+    def how(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The logits, temperatures, seeds and positions of all lines."""
+        if self.places is None:
+            return self.logits, self.temperatures, self.seeds, self.positions
+        rows = self.places.row_of
+        temperatures, seeds = self.temperatures.index_select(0, rows), self.seeds.index_select(0, rows)
+        return self.logits, temperatures, seeds, self.positions
 
 
 class Lines(NamedTuple):

@@ -12,7 +12,7 @@ from nanoinfer.kernels.drafting.lines import find_lines
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
-from nanoinfer.runner.logits.lines import EACH, Lines, Sampled, Which
+from nanoinfer.runner.logits.lines import EACH, Lines, StepLines, Which
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.settings import (
     BANS,
@@ -24,7 +24,9 @@ from nanoinfer.runner.logits.settings import (
     Penalty,
     changes_logits,
     filters_of,
+    has_mask_alone,
     make_min_tokens,
+    masks_of,
     needs_tokens,
 )
 from nanoinfer.runner.message import LogitsMessage
@@ -71,31 +73,33 @@ class LogitsProcessorGroup:
         self._masks = self._find_masks()
         self._of_rows: Tensor | None = None  # each row's number among these, see find_lines; made when a step verifies
         self._cutoff_settings = self._find_cutoff_settings()
-        self.has_masks_alone = self.is_guided and not any(
-            (is_early, self._changes, self._bans, self._masks, self._cutoff_settings, self.asks, self.asks_kept)
-        )
+        self.has_masks_alone = all(map(has_mask_alone, self._messages))
+        has_own = self.has_masks_alone and not self.is_guided
+        self._own_masks = masks_of(self._messages, device) if has_own else None  # [rows, words]
 
-    def lines(self, drawn: Sampled, max_guesses: int, masks: Tensor | None) -> Lines:
+    def lines(self, step: StepLines, max_guesses: int, masks: Tensor | None) -> Lines:
         """Return the group's lines of a step; max_guesses: of a row; masks: one for each line, if it is guided."""
-        places, rows = drawn.places, self.row_numbers
+        places, rows, own = step.places, self.row_numbers, self._own_masks
         if places is None:
-            return Lines(rows - drawn.first_row, EACH, masks)
+            at = rows - step.first_row if step.first_row else rows
+            return Lines(at, EACH, own if masks is None else masks)
         num_rows, count = len(places.first), None
         if masks is not None:
             count = len(masks) - len(rows)  # the host has read the guesses
-        elif drawn.has_all:
+        elif step.has_all:
             count = min(len(places.tokens) - num_rows, max_guesses * len(rows))
         if self._of_rows is None or len(self._of_rows) < num_rows:
             numbers = dict(zip(self._numbers, range(len(rows)), strict=True))
             self._of_rows = self._ints(numbers.get(row, -1) for row in range(num_rows))
-        return Lines(*find_lines(places, rows, self._of_rows, count), masks)
+        at, whose = find_lines(places, rows, self._of_rows, count)
+        return Lines(at, whose, masks if own is None else own[whose])
 
-    def select(self, drawn: Sampled, lines: Lines) -> Tensor:
+    def select(self, step: StepLines, lines: Lines) -> Tensor:
         """Return these lines of the logits; a view if they are those of rows that follow each other."""
         first = self._numbers[0]
         if isinstance(lines.rows, slice) and self._numbers == list(range(first, first + len(self._numbers))):
-            return drawn.logits[first - drawn.first_row :][: len(self._numbers)]
-        return drawn.logits[lines.places]
+            return step.logits[first - step.first_row :][: len(self._numbers)]
+        return step.logits[lines.places]
 
     def penalize(self, logits: Tensor, positions: Tensor, tokens: Tensor | None, rows: Which = EACH) -> Tensor:
         """Return the logits as penalties change them.

@@ -1,8 +1,8 @@
 """LogitsProcessors: filters, penalties, log-probabilities, masks: all that needs the logits.
 
-The captured step draws for every row by its temperature alone. A row that wants more is drawn again behind that step,
-from logits that are changed as its request wants. The other rows do not notice. Where a step verifies guesses, such a
-row is drawn again behind each of them.
+A step draws for every row by its temperature alone. For a row that wants more, another draw takes the place of that
+one, from logits that are changed as its request wants. The other rows do not notice. Where a step verifies guesses,
+such a row is drawn for behind each of them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import distribution
-from nanoinfer.kernels.sampling.draw import MaskedLines, draw, draw_masked
+from nanoinfer.kernels.sampling.draw import MaskedLines, draw, draw_masked, kept_faults
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
-from nanoinfer.runner.logits.lines import Lines, Sampled
+from nanoinfer.runner.logits.lines import Lines, StepLines
 from nanoinfer.runner.logits.logprobs import FEW, LogProbs
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
-from nanoinfer.runner.logits.settings import changes_logits, is_plain, needs_tokens
+from nanoinfer.runner.logits.settings import changes_logits, has_mask_alone, is_plain, needs_tokens
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS, TokenHistory
-from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
 COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
-NONE_LEFT = -2  # in place of a token id, where settings leave no token that may be drawn
 
 
 class LogitsProcessors:
     """The rows that want more than a temperature, and the tokens so far of those whose penalties or bans need them.
 
-    wanted: row -> its request's settings; `update` applies the same moves as RowMap and InputBatch, in the same order
+    wanted: row -> its request's settings; a column of the RowTable
     """
 
     def __init__(
@@ -71,33 +70,37 @@ class LogitsProcessors:
 
     @property
     def working_bytes(self) -> int:
-        """The device memory, in bytes, that the tokens so far and a running redraw may take.
+        """The device memory, in bytes, that the tokens so far and a running draw may take.
 
         The tokens of rows that are longer than planned take some of what gpu_memory_utilization leaves.
         """
-        redrawn = COPIES * LOGITS_AT_ONCE * (self.vocab_size + self._planned_tokens)
-        return (redrawn + self._max_num_seqs * self._planned_tokens) * torch.float32.itemsize
+        drawn = COPIES * LOGITS_AT_ONCE * (self.vocab_size + self._planned_tokens)
+        return (drawn + self._max_num_seqs * self._planned_tokens) * torch.float32.itemsize
 
     def prompt_tokens_at_once(self, chunks: list[ChunkMessage]) -> int:
         """Return for how many tokens of these chunks the log-probabilities may be computed together."""
         are_alone = self._is_alone or (self._is_deterministic and any(chunk.num_logprobs for chunk in chunks))
         return 1 if are_alone else LOGITS_AT_ONCE
 
-    def update(self, message: PrefillMessage | DecodeMessage) -> None:
-        """Apply the message's moves, and forget the rows that have left."""
-        if not self.wanted:
-            return
-        for source, destination in message.moves:
+    def move(self, source: int, destination: int) -> None:
+        """Put a row in the place of another, which has left."""
+        if source in self.wanted or destination in self.wanted:
             self._groups = []
             self.wanted.pop(destination, None)
             if source in self.wanted:
                 self.wanted[destination] = self.wanted.pop(source)
             self._history.move(source, destination)
-        for row in [row for row in self.wanted if row >= message.num_rows]:
+
+    def leave(self, num_rows: int) -> None:
+        """Forget the rows from this one on."""
+        for row in [row for row in self.wanted if row >= num_rows]:
             self._groups = []
             del self.wanted[row]
             self._history.drop(row)
-        if isinstance(message, DecodeMessage):
+
+    def begin(self, message: DecodeMessage) -> None:
+        """Note that each row gets a token from a step, or several, once the rows are those of the step."""
+        if self.wanted:
             self._history.step(1 + min(message.guesses, self._max_guesses), message.max_context_len + 1)
 
     def join(self, row: int, message: LogitsMessage) -> None:
@@ -107,52 +110,42 @@ class LogitsProcessors:
         if needs_tokens(message.params):
             self._history.join(row, message.token_ids)
 
-    def redraw(self, drawn: Sampled, extras: Extras, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows of `wanted`, from drawn.first_row on.
+    def draw(self, step: StepLines, drawn: Tensor, extras: Extras, masks: MaskMessage | None = None) -> None:
+        """Draw for the rows of `wanted`, from step.first_row on.
 
-        Returns the tokens of all places, [places] int32, NONE_LEFT where no token was left.
-
-        drawn: its token_ids are replaced by the new draws
+        drawn: [places] int32, what the temperatures alone have drawn; one below 0 stays, others become the new
+            tokens, or NONE_LEFT where none is left
         extras: gets what the rows' requests ask for beside the tokens
         masks: for the guided ones among these rows; None if no row is guided
         """
-        if drawn.first_row > 0:
-            groups = self._divide([row for row in self.wanted if row >= drawn.first_row])
+        if step.first_row > 0:
+            groups = self._divide([row for row in self.wanted if row >= step.first_row])
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
         groups_masks = self._upload_masks(masks, [len(group.row_numbers) for group in groups if group.is_guided])
-        none_left = torch.zeros_like(drawn.token_ids, dtype=torch.bool)
         for group in groups:
             own_masks = next(groups_masks) if group.is_guided else None
-            lines, told = group.lines(drawn, self._max_guesses, own_masks), Extras()
+            lines, told = group.lines(step, self._max_guesses, own_masks), Extras()
             if group.has_masks_alone and self.tp.size == 1:
-                self._redraw_masked(group, lines, drawn, none_left)
+                self._draw_masked(group, lines, step, drawn)
                 continue
-            if group.needs_tokens and drawn.places is not None:
-                at, guessed = lines.places, drawn.places
+            if group.needs_tokens and step.places is not None:
+                at, guessed = lines.places, step.places
                 self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
             for some in lines.split(group.at_once):
-                self._redraw(group, some, drawn, none_left, told)
+                self._draw(group, some, step, drawn, told)
             if group.asks:
                 extras.logprobs.append(LogProbs.joined(told.logprobs))
             if group.asks_kept:
                 extras.kept_tokens.append(KeptTokens.joined(told.kept_tokens))
-        self._count_draw(drawn.first_row)
-        return drawn.token_ids.masked_fill(none_left, NONE_LEFT)
+        self._count_draw(step.first_row)
 
-    def _redraw(
-        self,
-        group: LogitsProcessorGroup,
-        lines: Lines,
-        drawn: Sampled,
-        none_left: Tensor,
-        extras: Extras,
-    ) -> None:
-        """Draw some lines of a group again; the arguments are those of `redraw`, and what it returns."""
+    def _draw(self, group: LogitsProcessorGroup, lines: Lines, step: StepLines, drawn: Tensor, extras: Extras) -> None:
+        """Draw for some lines of a group; the others are those of `draw`."""
         numbers, rows, at = group.row_numbers[lines.rows], lines.rows, lines.places
-        own = numbers - drawn.first_row
-        temperatures, positions = drawn.temperatures[own], drawn.positions[at]
-        logits = self.gather(group.select(drawn, lines))
+        own = numbers - step.first_row
+        temperatures, positions = step.temperatures[own], step.positions[at]
+        logits = self.gather(group.select(step, lines))
         penalized = allowed = logits
         if group.needs_float32:
             logits = logits.float()
@@ -162,24 +155,24 @@ class LogitsProcessors:
             allowed = group.filter(allowed, temperatures, rows)
         cutoff = group.find_cutoff(allowed, temperatures, rows)
         if group.is_drawn:
-            best, token_ids = draw(allowed, temperatures, drawn.seeds[own], positions, cutoff=cutoff)
-            drawn.token_ids[at], none_left[at] = token_ids, best.isneginf()
+            best, token_ids = draw(allowed, temperatures, step.seeds[own], positions, cutoff=cutoff)
+            drawn[at] = kept_faults(drawn[at], best, token_ids)
         else:
-            token_ids = drawn.token_ids[at]
+            token_ids = drawn[at].clamp(min=0)
         if group.needs_tokens:
             self._history.write(numbers, positions, token_ids)
         if group.asks_kept or (group.asks and self.is_processed):
             kept = distribution(allowed, temperatures, token_ids, cutoff)
-            extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, drawn.first_row)
+            extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, step.first_row)
             logits = kept if self.is_processed else logits
-        extras.logprobs += group.logprobs(logits, token_ids, lines, drawn.first_row)
+        extras.logprobs += group.logprobs(logits, token_ids, lines, step.first_row)
 
-    def _redraw_masked(self, group: LogitsProcessorGroup, lines: Lines, drawn: Sampled, none_left: Tensor) -> None:
-        """Draw all lines of a group again that has masks alone; the arguments are those of `_redraw`."""
+    def _draw_masked(self, group: LogitsProcessorGroup, lines: Lines, step: StepLines, drawn: Tensor) -> None:
+        """Draw for all lines of a group that has masks alone; the arguments are those of `draw`."""
         assert lines.masks is not None
-        rows = lines.places if drawn.places is None else group.row_numbers[lines.rows]  # see Sampled.first_row
+        rows = lines.places if step.places is None else group.row_numbers[lines.rows]  # see StepLines.first_row
         masked = MaskedLines(lines.places, rows, lines.masks)
-        draw_masked(drawn.logits, drawn.temperatures, drawn.seeds, drawn.positions, masked, drawn.token_ids, none_left)
+        draw_masked(step.logits, step.temperatures, step.seeds, step.positions, masked, drawn)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
         """Yield the masks of each group of guided rows, [lines, words] int32 on the device; sizes: those groups'
@@ -219,19 +212,27 @@ class LogitsProcessors:
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
         """Put rows that need no logits in float32 in groups, the others in groups that fit the memory.
 
-        Guided rows have groups of their own, in ascending order, as their masks come. Rows that are drawn by
-        themselves have groups of their own, too; if one of the guided rows is such a row, all of them.
+        Rows that want the mask of allowed_token_ids alone have groups of their own. So have guided rows, in ascending
+        order, as their masks come, and rows that are drawn by themselves; if one of the guided rows is such a row, all
+        of them.
         """
         rows = sorted(rows)
         alone = {row for row in rows if self._is_drawn_alone(self.wanted[row])}
         in_float32 = [row for row in rows if self._needs_float32(self.wanted[row])]
         plain = sorted(set(rows).difference(in_float32))
+        masked = {row for row in in_float32 if has_mask_alone(self.wanted[row])}
         guided = [row for row in in_float32 if self.wanted[row].params.is_guided]
-        others = [row for row in in_float32 if not self.wanted[row].params.is_guided]
+        others = sorted(set(in_float32).difference(masked, guided))
         if alone.intersection(guided) or len(set(map(self._num_likely, guided))) > 1:
             alone.update(guided)
+        most = self._most_lines if self.tp.size == 1 else LOGITS_AT_ONCE  # alone, masks need no logits in float32
         parts = [(*part, False) for part in self._split(plain, alone, self._most_lines)]
-        parts += [(*part, True) for own in (others, guided) for part in self._split(own, alone, LOGITS_AT_ONCE)]
+        for own, at_once in (
+            (sorted(masked.difference(guided)), most),
+            (others, LOGITS_AT_ONCE),
+            (guided, most if masked.issuperset(guided) else LOGITS_AT_ONCE),
+        ):
+            parts += [(*part, True) for part in self._split(own, alone, at_once)]
         return [
             LogitsProcessorGroup({row: self.wanted[row] for row in part}, needs_float32, at_once, self.device)
             for part, at_once, needs_float32 in parts

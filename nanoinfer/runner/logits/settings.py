@@ -1,6 +1,6 @@
 """Settings that need logits, each declared once: penalties change logits, bans and filters leave out tokens.
 
-A setting needs no more than its entry in PENALTIES, BANS or FILTERS. The second draw reads these lists. So do
+A setting needs no more than its entry in PENALTIES, BANS or FILTERS. LogitsProcessors read these lists. So do
 kept_tokens, and log-probabilities of the distributions that tokens are drawn from.
 """
 
@@ -89,11 +89,16 @@ def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Cha
 
 
 def _make_mask(messages: list[LogitsMessage], device: torch.device) -> Change:
+    masks = masks_of(messages, device)
+    return lambda logits, positions, tokens, rows: apply_masks(logits, masks[rows])
+
+
+def masks_of(messages: list[LogitsMessage], device: torch.device) -> Tensor:
+    """Return the masks of rows of which some have one, [rows, words] int32, as apply_masks takes them."""
     own = [None if bans is None else bans.mask for bans in _bans_of(messages)]
     num_words = max(len(mask) for mask in own if mask is not None)
     words = np.concatenate([np.full(num_words, ALL, np.int32) if mask is None else mask for mask in own])
-    masks = upload(array("i", words.tobytes()), device).view(len(messages), num_words)
-    return lambda logits, positions, tokens, rows: apply_masks(logits, masks[rows])
+    return upload(array("i", words.tobytes()), device).view(len(messages), num_words)
 
 
 def _make_bans(messages: list[LogitsMessage], device: torch.device) -> Change:
@@ -141,8 +146,9 @@ PENALTIES = [
     Penalty(lambda params: bool(params.logit_bias), _make_bias),
     Penalty(lambda params: params.has_penalties, _make_repetition, needs_tokens=True),
 ]
+MASK = Penalty(lambda params: params.bans is not None and params.bans.mask is not None, _make_mask)
 BANS = [
-    Penalty(lambda params: params.bans is not None and params.bans.mask is not None, _make_mask),
+    MASK,
     Penalty(lambda params: params.bans is not None and len(params.bans.sequences) > 0, _make_bans, needs_tokens=True),
 ]
 FILTERS = [
@@ -178,3 +184,10 @@ def changes_logits(message: LogitsMessage) -> bool:
     params = message.params
     masks = any(own.keep is not None for own in filters_of(params))
     return masks or bool(message.suppressed) or params.is_guided or bool(changes_of(params))
+
+
+def has_mask_alone(message: LogitsMessage) -> bool:
+    """Whether a mask is all that a row wants: a guided row's, or that of allowed_token_ids."""
+    params = message.params
+    wants_more = filters_of(params) or message.suppressed or params.kept_tokens or params.logprobs is not None
+    return changes_of(params) == ([] if params.is_guided else [MASK]) and not wants_more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ from nanoinfer.attention.cache_layout import MAX_SLOTS, Pages
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.runner.memory.state_pool import StateSpec
+from nanoinfer.runner.steps.kinds import FEW_ROWS, DecodeKind
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
 SLOTS_OF_A_ROW = 4 / 3  # for states: its own, and a quarter of all for snapshots
@@ -155,14 +155,17 @@ def shorten_on_cpu(config: Config) -> None:
         config.max_model_len = max(layout.longest(blocks, config.max_model_len), 2)
 
 
-def graph_bytes(config: Config, sizes: Mapping[DecodeKind, Sized]) -> int:
+def graph_bytes(config: Config, sizes: Mapping[DecodeKind, Collection[int]]) -> int:
     """Return about how many bytes the graphs keep of steps of these sizes, by kind.
 
-    One that verifies has the layers of a draft model once for each guess.
+    One that verifies has the layers of a draft model once for each guess. Those of few rows are captured twice.
     """
     drafted = 0 if config.draft is None else config.max_guesses * len(config.draft.layers)
     verifying = 1 + drafted / config.description.num_layers
-    graphs = sum(len(of_kind) * (verifying if kind.guesses else 1) for kind, of_kind in sizes.items())
+    graphs = 0.0
+    for kind, of_kind in sizes.items():
+        captured = len(of_kind) + sum(size <= FEW_ROWS for size in of_kind)
+        graphs += captured * (verifying if kind.guesses else 1)
     return int(graphs * BYTES_PER_GRAPH)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from nanoinfer.kernels.compiling import compile_kernels
 from nanoinfer.kernels.launch import recording
-from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.message import PrefillMessage
 from nanoinfer.runner.start.trials import Trials
+from nanoinfer.runner.steps.kinds import DecodeKind
 from nanoinfer.runner.steps.steps import Steps
 
 RowsOfKind: TypeAlias = tuple[int, DecodeKind]  # what a decode step computes

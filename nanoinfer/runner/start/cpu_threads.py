@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.steps.kinds import PLAIN
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 
@@ -58,7 +59,8 @@ def _time_steps(threads: Threads, config: Config, num_blocks: int, make_steps: M
 
     def run(rows: int) -> None:
         steps.batch.positions[:rows] = length - 1
-        steps.decode_rows(rows, length)
+        steps.forward(rows, PLAIN, length)
+        steps.draw(steps.launched(rows, rows, PLAIN))
 
     for tokens, rows in TIMED_ROWS.items():
         if tokens <= num_blocks:

@@ -14,9 +14,9 @@ from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.pooling.read import Read
-from nanoinfer.runner.cuda_graphs import DecodeKind
 from nanoinfer.runner.drafting.sizes import VerifySize
 from nanoinfer.runner.message import ChunkMessage, DraftingMessage, JoinMessage, PrefillMessage
+from nanoinfer.runner.steps.kinds import DecodeKind
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded

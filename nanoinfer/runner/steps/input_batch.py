@@ -11,28 +11,26 @@ from torch import Tensor
 from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
-from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.kernels.rows import advance_rows, locate_rows
-from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
+from nanoinfer.runner.steps.row_table import RowTable
 from nanoinfer.runner.transfer import upload
 
 
 class InputBatch:
-    """One row for each running sequence, packed from row 0.
+    """One row for each running sequence, in the columns of `table`.
 
     last_tokens: [rows] int32, the token whose keys and values the next decode step computes
     positions: [rows] int32, that token's position in its sequence; -1 in an empty row
     drawn: [rows] int32, the tokens of the last draw; NO_TOKEN where the logits were not finite
     block_tables: [rows, columns] int32, in pages; one group's after another's, as `tables` divides them
-    slots: [rows] int32, for states; -1 in an empty row
+    slots: [rows] int32, for states; -1 in an empty row; None: no layer has states
     deltas: [rows] int32, rotary positions less places; None: they are equal
     adapters: [rows] int32, the slots of their adapters, -1 for none and in an empty row; None: no row may have one
     temperatures: [rows] float32; seeds: [rows] int64
-    drafting: further columns, if guesses are verified
     prefixes: those that rows share, if decode attention reads them once
     """
 
@@ -45,53 +43,30 @@ class InputBatch:
         prefixes: SharedPrefixes | None = None,
         has_deltas: bool = False,
         may_adapt: bool = False,
-        drafting: DraftingRows | None = None,
     ) -> None:
         """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places.
 
-        may_adapt: rows may have adapters; drafting: given if guesses are verified
+        may_adapt: rows may have adapters
         """
         self.block_sizes, self.steps = [group.block_size for group in kv_cache.layout.groups], kv_cache.steps
-        self.prefixes, self.drafting = prefixes, drafting
+        self.prefixes = prefixes
         self.device = device
-        self.num_rows = 0
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.positions = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        table = self.table = RowTable(max_num_seqs, device)
+        self.last_tokens = table.column(torch.int32)
+        self.positions = table.column(torch.int32, empty=-1)
         self.drawn = torch.zeros_like(self.last_tokens)
-        self.block_tables = torch.zeros((max_num_seqs, sum(max_blocks)), dtype=torch.int32, device=device)
+        self.block_tables = table.column(torch.int32, sum(max_blocks))
         self.tables = self.block_tables.split(max_blocks, dim=1)
         self._widths, self._first_columns = max_blocks, [0, *accumulate(max_blocks)]
-        self.slots = torch.full_like(self.positions, -1)
-        self.deltas = torch.zeros_like(self.positions) if has_deltas else None
-        self.adapters = torch.full_like(self.positions, -1) if may_adapt else None
-        self._has_states = bool(kv_cache.layout.states)
-        self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.slots = table.column(torch.int32, empty=-1) if kv_cache.layout.states else None
+        self.deltas = table.column(torch.int32) if has_deltas else None
+        self.adapters = table.column(torch.int32, empty=-1) if may_adapt else None
+        self.temperatures = table.column(torch.float32)
+        self.seeds = table.column(torch.int64)
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Move rows and add blocks, as the message says, before its step runs."""
-        if message.moves:
-            flat = array("i", [row for move in message.moves for row in move])
-            source, destination = upload(flat, self.device).view(-1, 2).T
-            for rows in (self.last_tokens, self.positions, self.block_tables, self.temperatures, self.seeds):
-                rows[destination] = rows[source]
-            if self._has_states:
-                self.slots[destination] = self.slots[source]
-            if self.deltas is not None:
-                self.deltas[destination] = self.deltas[source]
-            if self.adapters is not None:
-                self.adapters[destination] = self.adapters[source]
-            if self.drafting is not None:
-                self.drafting.move(source, destination)
-        if message.num_rows < self.num_rows:
-            self.positions[message.num_rows : self.num_rows] = -1
-            if self._has_states:
-                self.slots[message.num_rows : self.num_rows] = -1
-            if self.adapters is not None:
-                self.adapters[message.num_rows : self.num_rows] = -1
-            if self.drafting is not None:
-                self.drafting.empty(message.num_rows, self.num_rows)
-        self.num_rows = message.num_rows
+        self.table.update(message)
         if isinstance(message, DecodeMessage):
             if message.new_blocks:
                 self._add_blocks(message.new_blocks)
@@ -108,15 +83,15 @@ class InputBatch:
         where, pages = upload(flat, self.device).view(-1, 2).T
         self.block_tables.view(-1).index_copy_(0, where, pages.int())
 
-    def join(self, prompts: PrefillInputs, token_ids: Tensor) -> None:
-        """Append a row for each prompt that a prefill step completes, with the token sampled for it."""
-        joining = slice(self.num_rows, self.num_rows + len(token_ids))
-        self.num_rows = joining.stop  # first: an interrupt from here on must not leave an uncounted row
-        self.last_tokens[joining], self.drawn[joining] = token_ids.clamp(min=0), token_ids
-        self.positions[joining] = prompts.sample_positions
+    def join(self, prompts: PrefillInputs) -> slice:
+        """Append a row for each prompt that a prefill step completes; returns these rows. Their next tokens come."""
+        first = self.table.num_rows
+        joining = slice(first, first + len(prompts.last_indices))
+        self.table.num_rows = joining.stop  # first: an interrupt from here on must not leave an uncounted row
+        self.positions[joining] = prompts.last_positions
         for table, joined in zip(self.tables, prompts.join_tables, strict=True):
             table[joining, : joined.shape[1]] = joined
-        if self._has_states:
+        if self.slots is not None:
             self.slots[joining] = prompts.slots
         if self.deltas is not None:
             self.deltas[joining] = 0 if prompts.deltas is None else prompts.deltas
@@ -124,21 +99,7 @@ class InputBatch:
             self.adapters[joining] = -1 if prompts.adapters is None else prompts.adapters[prompts.last_indices]
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
-
-    def decode_context(
-        self, num_rows: int, kv_cache: KVCache, states: StatePool | None, max_context_len: int, shares: bool
-    ) -> Context:
-        """Return the context of a decode step over the first `num_rows` rows, computed on the device.
-
-        states: given if layers have some; shares: whether shared prefixes are read once
-        """
-        deltas = None if self.deltas is None else self.deltas[:num_rows]
-        tables = [table[:num_rows] for table in self.tables]
-        context = self._context(self.positions[:num_rows], tables, deltas, kv_cache, max_context_len)
-        context.prefixes = self.prefixes if shares else None
-        if states is not None:
-            context.states = StateContext(states.layers, self.slots[:num_rows])
-        return context
+        return joining
 
     def gather(self, row_of: Tensor) -> RowColumns:
         """Return what each place of a verifying step has of its row; row_of: [places] int32."""
@@ -153,25 +114,23 @@ class InputBatch:
         """Return the block tables of each group of layers; block_tables: [n, columns], from RowColumns"""
         return list(block_tables.split(self._widths, dim=1))
 
-    def verify_context(self, places: Places, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
-        """Return the context of a verifying step: to the layers, each place is a row that decodes one token.
-
-        own: from `gather`
-        """
-        tables = self.divide(own.block_tables)
-        return self._context(places.positions, tables, own.deltas, kv_cache, max_context_len)
-
-    def _context(
-        self, positions: Tensor, tables: list[Tensor], deltas: Tensor | None, kv_cache: KVCache, max_context_len: int
+    def context(
+        self, positions: Tensor, own: RowColumns, kv_cache: KVCache, states: StatePool | None, max_context_len: int
     ) -> Context:
-        """Locate one token of each row; tables, deltas: those of its rows."""
-        groups = []
-        for table, block_size in zip(tables, self.block_sizes, strict=True):
-            slots, context_lens, rotary = locate_rows(positions, table, block_size, deltas)
-            groups.append(GroupContext(slots, table))
-        return Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
+        """Return the context of a step over one token each of rows, or of places: to the layers, these are rows, too.
 
-    def advance(self, token_ids: Tensor) -> None:
-        """Give the first rows their sampled tokens; empty rows stay empty."""
-        num_rows = len(token_ids)
-        advance_rows(self.last_tokens[:num_rows], self.positions[:num_rows], token_ids, self.drawn[:num_rows])
+        positions: [n] int32, of the tokens; own: what they have of their rows; states: given if layers have some
+        """
+        groups = []
+        for table, block_size in zip(self.divide(own.block_tables), self.block_sizes, strict=True):
+            slots, context_lens, rotary = locate_rows(positions, table, block_size, own.deltas)
+            groups.append(GroupContext(slots, table))
+        context = Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
+        if states is not None:
+            assert self.slots is not None
+            context.states = StateContext(states.layers, self.slots[: len(positions)])
+        return context
+
+    def advance(self, rows: slice, token_ids: Tensor) -> None:
+        """Give rows their sampled tokens, and move each a position on; empty rows stay empty."""
+        advance_rows(self.last_tokens[rows], self.positions[rows], token_ids, self.drawn[rows])

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.transfer import to_host
 
 POLL_SECONDS = 50e-6
-
-
-@dataclass
-class Launched:
-    """A step whose rows have tokens that were drawn by temperature alone.
-
-    rows: these rows in the batch
-    logits: [rows, this rank's token ids], in the order of the rows; of a verifying step, [places, this rank's ids]
-    extras: what the step gave so far beside the tokens
-    places: of a verifying step; None: another step
-    """
-
-    rows: slice
-    logits: Tensor
-    extras: Extras
-    places: Places | None = None
 
 
 class PendingTokens:

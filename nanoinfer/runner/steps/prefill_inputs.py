@@ -22,7 +22,7 @@ class PrefillInputs:
     token_ids: [tokens] int32
     context: the tokens' positions, slots and block tables, for the layers
     last_indices: [joins] int64, where the last token of each complete prompt stands in token_ids
-    sample_positions: [joins] int32, the positions of the tokens to be sampled
+    last_positions: [joins] int32, the positions of these tokens
     join_tables: for each group of layers, [joins, columns] int32, in pages
     slots: [joins] int32, for states
     temperatures: [joins] float32; seeds: [joins] int64
@@ -91,7 +91,7 @@ class PrefillInputs:
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
         self.context = Context(*what, rotary=rotary)
         self.last_indices = cu_queries[1:][sampled].long() - 1
-        self.sample_positions = lens[sampled]
+        self.last_positions = lens[sampled] - 1
         self.copied_blocks, self.copied_states = (pairs.view(-1, 2).T.long() for pairs in (copies, copied_states))
         self.temperatures = upload(array("f", [join.temperature for join in joins]), kv_cache.device)
         deltas = array("i", [join.delta for join in joins])

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Guesses
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
-from nanoinfer.kernels.drafting.pack import Places
+from nanoinfer.kernels.drafting.gather import RowColumns
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.lines import Sampled
+from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
-from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
-from nanoinfer.runner.steps.pending_tokens import Launched
+from nanoinfer.runner.steps.kinds import DecodeKind
+from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.pooling import pool
 from nanoinfer.runner.steps.prefill_inputs import TABLE_STEP, PrefillInputs
 from nanoinfer.runner.steps.row_decoder import RowDecoder
@@ -59,13 +57,10 @@ class Steps:
         device = logits.device
         has_deltas = config.description.has_sections
         self._may_adapt = holdings.adapters is not None
-        drafting = None
-        if config.speculation is not None:
-            drafting = DraftingRows(config.max_num_seqs, config.max_guesses, device)
-        how = prefixes, has_deltas, self._may_adapt, drafting
+        how = prefixes, has_deltas, self._may_adapt
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
-        if drafting is not None:
-            self.verifier = Verifier(config, tp, self.batch, drafting, holdings)
+        if config.speculation is not None:
+            self.verifier = Verifier(config, tp, self.batch, holdings)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -75,8 +70,9 @@ class Steps:
             is_processed=config.logprobs_mode == PROCESSED,
             is_alone=config.is_one_by_one,
             is_deterministic=config.deterministic,
-            max_guesses=0 if drafting is None else config.max_guesses,
+            max_guesses=0 if self.verifier is None else config.max_guesses,
         )
+        self.batch.table.add(self.logits_processors)
 
     @property
     def model(self) -> CausalLM:
@@ -96,12 +92,13 @@ class Steps:
     def update(self, message: StepMessage) -> None:
         """Bring the rows up to date, as the message says, before its step runs."""
         self.batch.update(message)
-        self.logits_processors.update(message)
+        if isinstance(message, DecodeMessage):
+            self.logits_processors.begin(message)
         if self.verifier is not None:
             self.verifier.update(message)
 
     def prefill(self, message: PrefillMessage) -> Launched:
-        """Run a step of prompts, or of chunks of them."""
+        """Run the model over prompts, or over chunks of them, and let those join whose prompts are complete."""
         self.kv_cache.copy_pairs(message.copies)
         how = self.states, self._whole_images, self._may_adapt
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, *how)
@@ -125,84 +122,93 @@ class Steps:
         if not message.joins:
             return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
-        token_ids = self._sample(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
-        self.batch.join(prompts, token_ids)
-        return Launched(slice(message.num_rows, message.num_rows + len(logits)), logits, extras)
+        return Launched(self.batch.join(prompts), logits, extras)
 
-    def decode_rows(
-        self, num_rows: int, max_context_len: int, shares: bool = False, has_adapters: bool = False
+    def forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> None:
+        """Run the model over the first rows' last tokens, and over guesses behind these, all of it on the device."""
+        batch, verifier = self.batch, self.verifier
+        if verifier is not None:
+            verifier.note(num_rows)
+        if kind.guesses == 0:
+            own = batch.columns.at(slice(num_rows))
+            self._decode(batch.last_tokens[:num_rows], batch.positions[:num_rows], own, kind, max_context_len)
+            return
+        assert verifier is not None
+        places = verifier.propose(num_rows, kind.guesses)
+        tokens, positions, own = places.tokens, places.positions, batch.gather(places.row_of)
+        if not verifier.skips_empty:
+            self._decode(tokens, positions, own, kind, max_context_len, verifier.tell(places))
+        elif len(filled := (positions >= 0).nonzero()[:, 0]):
+            self._decode(tokens[filled], positions[filled], own.at(filled), kind, max_context_len)
+            if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
+                self.logits[filled] = self.logits[: len(filled)].clone()
+
+    def _decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        own: RowColumns,
+        kind: DecodeKind,
+        max_context_len: int,
+        guesses: Guesses | None = None,
     ) -> None:
-        """Run one decode step over the first rows, all of it on the device.
+        """Compute the logits behind a token each of rows, or of places; own: what they have of their rows."""
+        states = None if kind.guesses else self.states
+        context = self.batch.context(positions, own, self.kv_cache, states, max_context_len)
+        context.guesses, context.prefixes = guesses, self.batch.prefixes if kind.shares else None
+        adapters = own.adapters if kind.has_adapters else None
+        hidden = self._run_rows(token_ids, context, adapters)
+        self._logits(hidden, adapters, self.logits[: len(token_ids)])
 
-        shares: as for decode_context; has_adapters: some row may have one
-        """
-        batch = self.batch
-        if self.verifier is not None:
-            self.verifier.note(num_rows)
-        context = batch.decode_context(num_rows, self.kv_cache, self.states, max_context_len, shares)
-        adapters = batch.adapters[:num_rows] if has_adapters and batch.adapters is not None else None
-        hidden = self._run_rows(batch.last_tokens[:num_rows], context, adapters)
-        logits = self._logits(hidden, adapters, self.logits[:num_rows])
-        self.draw(logits, context.context_lens)
-
-    def verify_rows(
-        self, num_rows: int, guesses: int, max_context_len: int, shares: bool = False, has_adapters: bool = False
-    ) -> None:
-        """Run one verifying step over the first rows, with places for so many guesses, all of it on the device.
-
-        shares, has_adapters: as for decode_rows
-        """
+    def launched(self, num_rows: int, size: int, kind: DecodeKind) -> Launched:
+        """Return the step whose model `forward` has run over so many rows. size: the empty ones too"""
+        if kind.guesses == 0:
+            return Launched(slice(num_rows), self.logits[:num_rows], self.extras(num_rows), None, (size, 0))
         assert self.verifier is not None
+        places = self.verifier.places(size, kind.guesses)
+        extras = self.extras(len(places.tokens))
+        if extras.experts is not None:
+            extras.experts = extras.experts[self.verifier.lines(places, num_rows)]
+        return Launched(slice(num_rows), self.logits[: len(places.tokens)], extras, places, (size, kind.guesses))
 
-        def draw(places: Places, guesses: Guesses | None) -> Tensor:
-            own = self.batch.gather(places.row_of)
-            context = self.batch.verify_context(places, own, self.kv_cache, max_context_len)
-            context.guesses, context.prefixes = guesses, self.batch.prefixes if shares else None
-            adapters = own.adapters if has_adapters else None
-            hidden = self._run_rows(places.tokens, context, adapters)
-            logits = self._logits(hidden, adapters, self.logits[: len(places.tokens)])
-            return self._sample(logits, own.temperatures, own.seeds, context.context_lens)
+    def sample(self, launched: Launched) -> tuple[StepLines, Tensor]:
+        """Draw behind all lines of a step by temperature alone; returns the lines, and the tokens: [lines] int32."""
+        lines = self._lines(launched)
+        return lines, self._sample(*lines.how)
 
-        self.verifier.verify(num_rows, guesses, draw, self.logits)
+    def draw(self, launched: Launched, masks: MaskMessage | None = None) -> None:
+        """Draw behind all lines of a step, by temperature alone or as rows want, and move the rows on."""
+        lines, drawn = launched.sampled or self.sample(launched)
+        if self.logits_processors.wanted:
+            self.logits_processors.draw(lines, drawn, launched.extras, masks)
+        if launched.places is None:
+            self.batch.advance(launched.rows, drawn)
+        else:
+            assert self.verifier is not None
+            self.verifier.accept(launched.places, drawn)
 
-    def draw(self, logits: Tensor, positions: Tensor) -> None:
-        """Draw a token for each of the first rows, and advance these."""
-        batch, num_rows = self.batch, len(logits)
-        batch.advance(self._sample(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
+    def told(self, launched: Launched) -> Tensor:
+        """Return what a step has drawn, for the host: InputBatch.drawn; of a verifying step, Verifier.kept."""
+        if launched.places is None:
+            return self.batch.drawn[launched.rows]
+        assert self.verifier is not None
+        return self.verifier.kept[launched.rows]
 
-    def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows that want more than a temperature.
-
-        Returns the step's InputBatch.drawn, [rows]; of a verifying step, Verifier.kept.
-        """
-        batch, rows, logits = self.batch, launched.rows, launched.logits
-        again = partial(self.logits_processors.redraw, extras=launched.extras, masks=masks)
-        if self.verifier is not None and launched.places is not None:
-            if self.logits_processors.wanted:
-                self.verifier.redraw(launched.places, logits, again)
-            return self.verifier.kept[rows]
-        if not self.logits_processors.wanted:
-            return batch.drawn[rows]
-        # The rows have advanced: batch.positions are those of the drawn tokens.
-        how = batch.last_tokens[rows], batch.positions[rows], batch.temperatures[rows], batch.seeds[rows]
-        redrawn = again(Sampled(rows.start, logits, *how))
-        return batch.drawn[rows].where(batch.drawn[rows] < 0, redrawn)
+    def _lines(self, launched: Launched) -> StepLines:
+        if launched.places is not None:
+            assert self.verifier is not None
+            return self.verifier.step_lines(launched.places, launched.logits)
+        rows, batch = launched.rows, self.batch
+        own = batch.positions[rows] + 1, batch.temperatures[rows], batch.seeds[rows]
+        return StepLines(rows.start or 0, launched.logits, *own)
 
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""
         routing = self.holdings.routing
         return Extras(experts=None if routing is None else routing.taken(num_tokens))
-
-    def extras_of_guesses(self, places: Places, num_rows: int) -> Extras:
-        """Return the Extras of a verifying step of so many rows whose model has run."""
-        assert self.verifier is not None
-        extras = self.extras(len(places.tokens))
-        if extras.experts is not None:
-            extras.experts = extras.experts[self.verifier.lines(places, num_rows)]
-        return extras
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
