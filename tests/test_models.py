@@ -115,7 +115,7 @@ def test_an_activation_that_the_second_product_applies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So it is on a GPU in FP8, for several tokens: the launch that rounds them applies it."""
-    monkeypatch.setattr(RowParallelLinear, "can_apply_activation", lambda self, tokens: tokens > 1)
+    monkeypatch.setattr(RowParallelLinear, "can_apply_activation", lambda self, tokens, adapters: tokens > 1)
     folder, model = family(name)
     run(make_llm(folder, kvcache_block_size=16, max_model_len=320), model)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.delta.chunks import Chunks
@@ -117,6 +118,7 @@ class Context:
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     images: ImageContext | None = None  # None: the step's tokens are no image's
     guesses: Guesses | None = None  # among the tokens of a decode step
+    adapters: AdapterRows | None = None  # those that the tokens name; None: no token names one
     rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -10,43 +11,40 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, shrink
-from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.layers.embedding import Head
 from nanoinfer.weights.formats.experts import ExpertMap, Experts
-from nanoinfer.weights.formats.matrix import LinearMap, Matrix
-
-
-class StepRows(threading.local):
-    """Which adapters the rows of a step name; None: no row names one. Threads may run steps side by side.
-
-    tokens: of all tokens of the step
-    wanted: of those whose logits are computed
-    """
-
-    tokens: AdapterRows | None = None
-    wanted: AdapterRows | None = None
+from nanoinfer.weights.formats.matrix import LinearMap, Matrix, Product
 
 
 class AdaptedMatrix(LinearMap):
-    """A matrix with adapters. Where no row names one, the product is the matrix's own."""
+    """A matrix with adapters."""
 
-    def __init__(self, inner: Matrix, pairs: Pairs, step: StepRows) -> None:
+    def __init__(self, inner: Matrix, pairs: Pairs) -> None:
         """pairs: those beside the matrix"""
         super().__init__()
         self.inner = inner
-        self._pairs, self._step = pairs, step
+        self._pairs = pairs
 
-    @property
-    def takes_lanes(self) -> bool:
-        """Whether norm_product of one row adds up the ranks' parts of x by itself."""
-        return self._step.tokens is None and self.inner.takes_lanes
+    def beside(self, adapters: AdapterRows | None) -> Product:
+        """Return the product; where no row names an adapter, the matrix's own."""
+        return self.inner if adapters is None else AdaptedProduct(self.inner, self._pairs, adapters)
+
+
+class AdaptedProduct(Product):
+    """The product with a matrix to which each row's adapter is added."""
+
+    takes_lanes = False
+
+    def __init__(self, inner: Matrix, pairs: Pairs, rows: AdapterRows) -> None:
+        """pairs, rows: the adapters beside the matrix, and which of them the rows name"""
+        self._inner, self._pairs, self._rows = inner, pairs, rows
 
     def can_apply_activation(self, tokens: int) -> bool:
-        """Return whether the launch before the product can apply an activation: that behind an adapter's does so."""
-        return self._step.tokens is None and self.inner.can_apply_activation(tokens)
+        """Return that no launch before can: that behind an adapter's product does so."""
+        return False
 
     def product(
         self,
@@ -57,11 +55,9 @@ class AdaptedMatrix(LinearMap):
         before: Activation | None = None,
     ) -> Tensor:
         """Multiply, and add each row's adapter."""
-        rows, inner = self._step.tokens, self.inner
-        if rows is None:
-            return inner.product(x, activation, may_split, with_bias, before)
+        inner = self._inner
         bias = inner.bias if with_bias else None
-        return adapted_linear(x, inner.operand(), self._pairs, rows, bias, activation, may_split, before)
+        return adapted_linear(x, inner.operand(), self._pairs, self._rows, bias, activation, may_split, before)
 
     def norm_product(
         self,
@@ -73,42 +69,40 @@ class AdaptedMatrix(LinearMap):
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, and add each row's adapter."""
-        rows, inner = self._step.tokens, self.inner
-        if rows is None:
-            return inner.norm_product(x, residual, pre, post, activation, lane)
         assert lane is None
+        inner, rows = self._inner, self._rows
         return adapted_norm_linear(x, residual, pre, inner.operand(), self._pairs, rows, inner.bias, activation, post)
 
 
 class AdaptedExperts(ExpertMap):
-    """Experts with adapters. Where no row names one, the products are the experts' own."""
+    """Experts with adapters."""
 
-    def __init__(self, inner: Experts, gate_up: Pairs, down: Pairs, step: StepRows) -> None:
+    def __init__(self, inner: Experts, gate_up: Pairs, down: Pairs) -> None:
         """gate_up, down: as ExpertAdapters has them"""
         super().__init__()
         self.inner = inner
-        self._gate_up, self._down, self._step = gate_up, down, step
+        self._gate_up, self._down = gate_up, down
+
+    def beside(self, adapters: AdapterRows | None) -> Callable[..., Tensor]:
+        """Return Experts.forward; where a row names an adapter, with the rows' adapters."""
+        if adapters is None:
+            return self.inner
+        return partial(self.inner, adapters=ExpertAdapters(self._gate_up, self._down, adapters))
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in one order, as Experts.fix_order does."""
         self.inner.fix_order(used, activation)
 
-    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
-        """Multiply, and add each row's adapter."""
-        rows = self._step.tokens
-        adapters = None if rows is None else ExpertAdapters(self._gate_up, self._down, rows)
-        return self.inner(x, routes, activation, may_split, adapters)
-
 
 class AdaptedHead(Head):
     """An output projection with adapters, of the dtype of its logits."""
 
-    def __init__(self, inner: Head, pairs: Pairs, step: StepRows) -> None:
+    def __init__(self, inner: Head, pairs: Pairs) -> None:
         """pairs: those beside the projection"""
         super().__init__()
         self.inner = inner
         self.first_id, self.num_ids = inner.first_id, inner.num_ids
-        self._pairs, self._step = pairs, step
+        self._pairs = pairs
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
@@ -119,8 +113,13 @@ class AdaptedHead(Head):
         self.inner.fix_parts()
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project, and add each row's adapter."""
+        """Project without an adapter."""
+        return self.inner.logits(hidden, out)
+
+    def beside(self, adapters: AdapterRows | None) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return `logits`; where a row names an adapter, with the rows' adapters."""
+        return self.logits if adapters is None else partial(self._adapted, adapters)
+
+    def _adapted(self, rows: AdapterRows, hidden: Tensor, out: Tensor | None) -> Tensor:
         logits = self.inner.logits(hidden, out)  # first: a launch must come between AdapterRows and shrink
-        if (rows := self._step.wanted) is None:
-            return logits
         return expand(shrink(hidden.to(logits.dtype), self._pairs, rows), self._pairs, rows, logits)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.cache_layout import State
 from nanoinfer.attention.context import Context
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm
 from nanoinfer.kernels.delta.prefill import delta_chunks
@@ -103,18 +104,22 @@ class GatedDeltaMixer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        (qkv, gate, b, a), residual = self._project(x, residual, joint)
+        (qkv, gate, b, a), residual = self._project(x, residual, joint, context.adapters)
         heads = self._recall(qkv, a, b, context)
-        return self.out_proj(gated_norm(heads, gate, self.norm.weight, self.norm.norm.eps)), residual
+        normed = gated_norm(heads, gate, self.norm.weight, self.norm.norm.eps)
+        return self.out_proj(normed, adapters=context.adapters), residual
 
-    def _project(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Sequence[Tensor], Tensor]:
+    def _project(
+        self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """Return q | k | v, the norm's gate, b and a, each [tokens, this rank's share], and the residual stream."""
         if self.narrow_proj is None:
-            projected, residual = self.in_proj(x, residual, joint)
+            projected, residual = self.in_proj(x, residual, joint, adapters=adapters)
             return projected.split(self._wide + self._narrow, dim=-1), residual
         joined, residual = joint(x, residual)
-        wide = self.in_proj.project(joined).split(self._wide, dim=-1)
-        return wide + self.narrow_proj.project(joined).split(self._narrow, dim=-1), residual
+        wide = self.in_proj.project(joined, adapters=adapters).split(self._wide, dim=-1)
+        narrow = self.narrow_proj.project(joined, adapters=adapters)
+        return wide + narrow.split(self._narrow, dim=-1), residual
 
     def _recall(self, qkv: Tensor, a: Tensor, b: Tensor, context: Context) -> Tensor:
         """Let the states take in a step's tokens; returns what they answer, [tokens, value heads, value_dim]."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -32,6 +33,10 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Project [rows, hidden_size] to [rows, this rank's token ids], into `out` if given."""
+
+    def beside(self, adapters: AdapterRows | None) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return `logits`, in a step whose rows name these adapters; None: no row names one."""
+        return self.logits
 
     @abstractmethod
     def fix_order(self, sizes: list[int]) -> None:

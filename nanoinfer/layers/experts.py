@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
@@ -141,11 +142,11 @@ class SharedExpert(nn.Module):
         self.activation = activation
         self.down_proj = RowParallelLinear(f"{modules[0]}.down_proj", size, hidden_size, tp, bias, formats, unit)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Return this rank's part of the result, or all of it if ranks split outputs: [tokens, hidden_size]."""
-        later = self.down_proj.can_apply_activation(len(x))
-        gated = self.gate_up_proj.project(x, None if later else self.activation)
-        return self.down_proj.project(gated, self.activation if later else None)
+        later = self.down_proj.can_apply_activation(len(x), adapters)
+        gated = self.gate_up_proj.project(x, None if later else self.activation, adapters)
+        return self.down_proj.project(gated, self.activation if later else None, adapters)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the projections' shards once more for each of the other modules: the matrices yield the first's."""
@@ -169,9 +170,9 @@ class GatedSharedExpert(nn.Module):
         """Let a GPU's products with the gate add up in the order of the inputs; sizes: as for InOrderWeight"""
         self._in_order = InOrderWeight(self.gate, self.gate.dtype, False, sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Return what SharedExpert.forward does, weighted."""
-        out = self.expert(x)
+        out = self.expert(x, adapters)
         gate = F.linear(x, self.gate) if self._in_order is None else self._in_order.product(x)
         return gate.sigmoid() * out
 
@@ -205,22 +206,24 @@ class MixtureOfExperts(nn.Module):
         self.router.fix_order(sizes)
         self.experts.fix_order(self.router.routing.used, self.activation)
 
-    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor, joint: Joint, adapters: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two.
 
         The result is this rank's part of it, or all of it if ranks split outputs. A single rank may return pieces,
         which the next joint adds.
         """
         routes, joined, residual = self.router(x, residual, joint)
-        return self.mix(joined, routes, joint.tp), residual
+        return self.mix(joined, routes, joint.tp, adapters), residual
 
-    def mix(self, x: Tensor, routes: Routes, tp: TensorParallel) -> Tensor:
+    def mix(self, x: Tensor, routes: Routes, tp: TensorParallel, adapters: AdapterRows | None = None) -> Tensor:
         """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
             self.taken[: len(x)] = routes.experts
         may_split = self.shared is None and tp.size == 1
-        out = self.experts(x, routes, self.activation, may_split)
-        return out if self.shared is None else out + self.shared(x)
+        out = self.experts.beside(adapters)(x, routes, self.activation, may_split)
+        return out if self.shared is None else out + self.shared(x, adapters)
 
     def keep_taken(self, most: int) -> None:
         """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.

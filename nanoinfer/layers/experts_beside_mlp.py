@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, rms_norm
 from nanoinfer.layers.experts import MixtureOfExperts
@@ -56,10 +57,13 @@ class ExpertsBesideMLP(nn.Module):
         self.router_norm = Norm(self.router_scale, eps)
         self.tp = tp
 
-    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor, joint: Joint, adapters: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, whole on every rank, and the residual stream; the next joint adds the two."""
-        dense, residual = self.mlp(x, residual, joint)
-        sparse = self.experts.mix(rms_norm(residual, self.experts_pre.norm), self._routes(residual), self.tp)
+        dense, residual = self.mlp(x, residual, joint, adapters)
+        normed = rms_norm(residual, self.experts_pre.norm)
+        sparse = self.experts.mix(normed, self._routes(residual), self.tp, adapters)
         sparse = norm_of_sum(sparse, self.experts_post.norm, self.tp)
         if self.tp.size == 1:
             return add_residual(dense, sparse, self.mlp_post.norm), residual

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.norm.rms_norm import rms_norm
 from nanoinfer.layers.embedding import VocabParallelEmbedding
@@ -67,17 +68,19 @@ class LayerInputs(nn.Module):
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
         self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
 
-    def forward(self, token_ids: Tensor, x: Tensor, images: ImageContext | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, x: Tensor, images: ImageContext | None, adapters: AdapterRows | None = None
+    ) -> Tensor:
         """Return the inputs, [tokens, layers, size]; every rank computes all.
 
         token_ids: [tokens] int32
         x: [tokens, hidden_size], their usual embeddings, scaled, or images', whole on every rank
-        images: the step's
+        images, adapters: the step's
         """
         if images is not None:
             token_ids = token_ids.index_fill(0, images.places, self.image_token)
         own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
-        projected = self.projection.product(x).view(-1, self.size)
+        projected = self.projection.beside(adapters).product(x).view(-1, self.size)
         return rms_norm(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)
 
 
@@ -106,6 +109,7 @@ class LayerInputBranch(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         assert context.layer_inputs is not None
-        gate, residual = self.gate(x, residual, joint)
+        gate, residual = self.gate(x, residual, joint, adapters=context.adapters)
         inputs = context.layer_inputs[:, self.layer, self.share]
-        return self.output(gate_mul(torch.cat([gate, inputs], dim=-1), self.activation)), residual
+        gated = gate_mul(torch.cat([gate, inputs], dim=-1), self.activation)
+        return self.output(gated, adapters=context.adapters), residual

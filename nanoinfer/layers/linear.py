@@ -8,13 +8,14 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
-from nanoinfer.weights.formats.matrix import LinearMap
+from nanoinfer.weights.formats.matrix import LinearMap, Product
 from nanoinfer.weights.shards import Section
 
 
@@ -101,24 +102,33 @@ class ColumnParallelLinear(nn.Module):
         self.matrix: LinearMap = formats.make_matrix(sections, in_features, bias)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, joint: Joint, activation: Activation | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        joint: Joint,
+        activation: Activation | None = None,
+        adapters: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
 
         activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
+        adapters: those that the tokens name; None: no token names one
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
         activation, the share is that of act(gate) * up alone.
         """
-        lane = joint.lane(x) if self.matrix.takes_lanes else None
+        matrix = self.matrix.beside(adapters)
+        lane = joint.lane(x) if matrix.takes_lanes else None
         if self.tp.size == 1 or lane is not None:
             x = joint.scaled(x)
-            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)
+            return matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)
         joined, residual = joint(x, residual)
-        return self.project(joined, activation), residual
+        return matrix.product(joined, activation), residual
 
-    def project(self, joined: Tensor, activation: Activation | None = None) -> Tensor:
+    def project(
+        self, joined: Tensor, activation: Activation | None = None, adapters: AdapterRows | None = None
+    ) -> Tensor:
         """Project a joint's output, [tokens, in_features]; returns the first of forward's results."""
-        return self.matrix.product(joined, activation)
+        return self.matrix.beside(adapters).product(joined, activation)
 
 
 class RowParallelLinear(nn.Module):
@@ -153,25 +163,26 @@ class RowParallelLinear(nn.Module):
             section = Section(name, out_features, shape, share.start, dim=1)
             self.matrix = formats.make_matrix([section], len(share), bias)
 
-    def can_apply_activation(self, tokens: int) -> bool:
+    def can_apply_activation(self, tokens: int, adapters: AdapterRows | None = None) -> bool:
         """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""
-        return self.matrix.can_apply_activation(tokens)
+        return self.matrix.beside(adapters).can_apply_activation(tokens)
 
-    def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:
+    def forward(self, x: Tensor, before: Activation | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]; returns [tokens, out_features].
 
         The result is this rank's part, or if the rank splits outputs, the whole sum.
         before: if given, x is twice as wide, gates before ups, and act(gate) * up is multiplied
+        adapters: those that the tokens name; None: no token names one
         A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
-        return self._product(x, before, may_split=self.tp.size == 1)
+        return self._product(self.matrix.beside(adapters), x, before, may_split=self.tp.size == 1)
 
-    def project(self, x: Tensor, before: Activation | None = None) -> Tensor:
+    def project(self, x: Tensor, before: Activation | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Multiply as forward does, but return no pieces."""
-        return self._product(x, before)
+        return self._product(self.matrix.beside(adapters), x, before)
 
-    def _product(self, x: Tensor, before: Activation | None, may_split: bool = False) -> Tensor:
+    def _product(self, matrix: Product, x: Tensor, before: Activation | None, may_split: bool = False) -> Tensor:
         if not self.tp.splits_outputs:
-            return self.matrix.product(x, may_split=may_split, with_bias=self.tp.rank == 0, before=before)
+            return matrix.product(x, may_split=may_split, with_bias=self.tp.rank == 0, before=before)
         assert before is None
-        return gather(self.matrix.product(gather(x, self.tp)), self.tp)
+        return gather(matrix.product(gather(x, self.tp)), self.tp)

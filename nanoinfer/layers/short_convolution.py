@@ -59,6 +59,7 @@ class ShortConvolutionMixer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        projected, residual = self.in_proj(x, residual, joint)
+        projected, residual = self.in_proj(x, residual, joint, adapters=context.adapters)
         before, after, inner = projected.chunk(3, dim=-1)
-        return self.out_proj(after * self.convolution(before * inner, context)), residual
+        recalled = after * self.convolution(before * inner, context)
+        return self.out_proj(recalled, adapters=context.adapters), residual

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.layers.embedding import Head
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -50,8 +51,11 @@ class CausalLM(nn.Module, ABC):
         """Compute hidden states, [tokens, hidden_size], from token ids, [tokens] int32."""
 
     @abstractmethod
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
+        """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given.
+
+        adapters: those of the head that the rows name; None: no row names one
+        """
 
     @abstractmethod
     def one_of_each(self) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.label_head import LabelHead
@@ -70,7 +71,7 @@ class DecoderLayer(nn.Module):
         All are [tokens, hidden_size], but for pieces: see Joint.forward.
         """
         x, residual = self.mixer(x, residual, self.mixer_joint, context)
-        x, residual = self.mlp(x, residual, self.mlp_joint)
+        x, residual = self.mlp(x, residual, self.mlp_joint, context.adapters)
         if self.input_branch is None:
             return x, residual
         joint, branch = self.input_branch
@@ -148,7 +149,7 @@ class Decoder(CausalLM):
             self._put_images(x, context.images)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
-            context.layer_inputs = self.layer_inputs(token_ids, x, context.images)
+            context.layer_inputs = self.layer_inputs(token_ids, x, context.images, context.adapters)
         deep = [] if context.images is None else context.images.deep
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)
@@ -187,9 +188,9 @@ class Decoder(CausalLM):
                 module.fix_parts()
         self.lm_head.fix_parts()
 
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
-        logits = self.lm_head.logits(hidden, out)
+        logits = self.lm_head.beside(adapters)(hidden, out)
         if self.logit_scale != 1:
             logits *= self.logit_scale
         if self.logit_cap is not None:

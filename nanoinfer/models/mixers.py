@@ -99,12 +99,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        projected, residual = self.qkv_proj(x, residual, joint)
+        projected, residual = self.qkv_proj(x, residual, joint, adapters=context.adapters)
         qkv = projected.unflatten(-1, (-1, self.head_dim))
         if self.gates:
             qkv, gates = qkv.tensor_split([-self.gates], dim=1)
-            return self.o_proj(gate_heads(self.attention(qkv, context), gates)), residual
-        return self.o_proj(self.attention(qkv, context).flatten(1)), residual
+            heads = gate_heads(self.attention(qkv, context), gates)
+        else:
+            heads = self.attention(qkv, context).flatten(1)
+        return self.o_proj(heads, adapters=context.adapters), residual
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that a checkpoint may have, although the layer uses another's keys and values."""

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
@@ -34,11 +35,13 @@ class MLP(nn.Module):
         down = prefix + model.names.down
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats, unit)
 
-    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor, joint: Joint, adapters: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        later = self.down_proj.can_apply_activation(x.shape[-2])
-        gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation)
-        return self.down_proj(gated, self.activation if later else None), residual
+        later = self.down_proj.can_apply_activation(x.shape[-2], adapters)
+        gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation, adapters)
+        return self.down_proj(gated, self.activation if later else None, adapters), residual
 
 
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from nanoinfer.config import Config
 from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
-from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix, StepRows
+from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
 from nanoinfer.parallel.buckets import Bucket
@@ -42,7 +41,6 @@ class AdapterSlots:
         self._receiver = AdapterReceiver(device)
         self._count, self._rank = config.max_adapters, slot_rank(config.max_adapter_rank)
         self._slots: list[Slots] = []
-        self._step = StepRows()
         shape = config.description.vocab_size, config.description.hidden_size
         head = Section(HEAD, model.num_ids, shape, model.first_id) if config.description.generates else None
         bases = Bases(model, head)
@@ -52,7 +50,7 @@ class AdapterSlots:
             self._wrap(model, bases)
         if bases.head is not None:
             with default_dtype(config.torch_head_dtype):
-                model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
+                model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head))
         self.reader = AdapterReader(modules, config.max_adapter_rank, config.torch_dtype)
         # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
         self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
@@ -61,10 +59,10 @@ class AdapterSlots:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, Matrix) and child in bases.of_matrices:
-                    setattr(parent, name, AdaptedMatrix(child, self._beside(bases.of_matrices[child]), self._step))
+                    setattr(parent, name, AdaptedMatrix(child, self._beside(bases.of_matrices[child])))
                 elif isinstance(child, Experts):
                     gate_up, down = map(self._beside_experts, bases.of_experts[child])
-                    setattr(parent, name, AdaptedExperts(child, gate_up, down, self._step))
+                    setattr(parent, name, AdaptedExperts(child, gate_up, down))
 
     def _beside(self, base: Base) -> Pairs:
         slots = Slots.make(base, self._count, self._rank)
@@ -115,23 +113,13 @@ class AdapterSlots:
             slots.b.zero_()
         self._in_head.fill_(-1)
 
-    @contextmanager
-    def beside_layers(self, slots: Tensor) -> Iterator[None]:
-        """Return a context in which this thread runs the layers. slots: [tokens] int32, of the step's tokens"""
-        self._step.tokens = AdapterRows.of(slots, self._count)
-        try:
-            yield
-        finally:
-            self._step.tokens = None
+    def beside_layers(self, slots: Tensor) -> AdapterRows:
+        """Return which adapters a step's tokens name. slots: [tokens] int32"""
+        return AdapterRows.of(slots, self._count)
 
-    @contextmanager
-    def beside_head(self, slots: Tensor) -> Iterator[None]:
-        """Return a context in which this thread computes logits. slots: [rows] int32, of the logits' rows"""
-        self._step.wanted = AdapterRows.of(self._in_head[slots], self._count)
-        try:
-            yield
-        finally:
-            self._step.wanted = None
+    def beside_head(self, slots: Tensor) -> AdapterRows:
+        """Return which adapters of the head rows name, for logits. slots: [rows] int32"""
+        return AdapterRows.of(self._in_head[slots], self._count)
 
 
 def _check_host_memory(bases: Iterable[Base], config: Config, device: torch.device) -> None:

@@ -225,19 +225,17 @@ class Steps:
         return self._run(token_ids, context, adapters)
 
     def _run(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
-        if adapters is None:
-            return self.model(token_ids, context)
-        assert self.holdings.adapters is not None
-        with self.holdings.adapters.beside_layers(adapters):
-            return self.model(token_ids, context)
+        if adapters is not None:
+            assert self.holdings.adapters is not None
+            context.adapters = self.holdings.adapters.beside_layers(adapters)
+        return self.model(token_ids, context)
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Compute CausalLM.compute_logits. adapters: [rows], those of the hidden states"""
         if adapters is None:
             return self.model.compute_logits(hidden, out)
         assert self.holdings.adapters is not None
-        with self.holdings.adapters.beside_head(adapters):
-            return self.model.compute_logits(hidden, out)
+        return self.model.compute_logits(hidden, out, self.holdings.adapters.beside_head(adapters))
 
     def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw a token for each row, as Sampler does."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.products import Gather
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
@@ -90,8 +91,8 @@ class ExpertMap(nn.Module, ABC):
     """What a layer of experts multiplies by: experts of some format, or such with adapters beside them."""
 
     @abstractmethod
-    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
-        """Multiply, as kernels.experts.products.expert_mlps does."""
+    def beside(self, adapters: AdapterRows | None) -> Callable[..., Tensor]:
+        """Return Experts.forward, in a step whose rows name these adapters; None: no row names one."""
 
     @abstractmethod
     def fix_order(self, used: int, activation: Activation) -> None:
@@ -109,6 +110,10 @@ class Experts(ExpertMap):
         """output_share: given if ranks split outputs; None: this rank computes its part of all"""
         super().__init__()
         self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+
+    def beside(self, adapters: AdapterRows | None) -> Callable[..., Tensor]:
+        """Return the experts themselves: no adapter is beside them."""
+        return self
 
     @abstractmethod
     def forward(

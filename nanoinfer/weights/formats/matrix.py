@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm
@@ -16,6 +17,14 @@ from nanoinfer.weights.shards import Section, Shard
 
 class LinearMap(nn.Module, ABC):
     """What a linear layer multiplies by: a matrix of some format, or one with adapters beside it."""
+
+    @abstractmethod
+    def beside(self, adapters: AdapterRows | None) -> Product:
+        """Return the product in a step whose rows name these adapters; None: no row names one."""
+
+
+class Product(ABC):
+    """The product with a matrix, and with those adapters beside it that the rows of a step name."""
 
     @property
     @abstractmethod
@@ -53,7 +62,7 @@ class LinearMap(nn.Module, ABC):
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
 
 
-class Matrix(LinearMap):
+class Matrix(LinearMap, Product):
     """A weight, [out_features, in_features], and if wanted a bias, [out_features]: this rank's rows and columns.
 
     Its shards, and those of the modules in it, say which tensors of a checkpoint it stores, how a rank slices them, and
@@ -68,6 +77,10 @@ class Matrix(LinearMap):
     def __init__(self, sections: list[Section], in_features: int) -> None:
         super().__init__()
         self.sections, self.in_features = sections, in_features
+
+    def beside(self, adapters: AdapterRows | None) -> Product:
+        """Return the matrix itself: no adapter is beside it."""
+        return self
 
     @abstractmethod
     def operand(self) -> AnyWeight:
