@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from tqdm import tqdm
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanoinfer.config import Config
-from nanoinfer.integrations.vllm.arguments import ANY, ARGUMENTS, FLAG, _warn_once, reason_for
+from nanoinfer.integrations.vllm.arguments import ADVICE, ARGUMENTS, OURS, PAGE, SAME, _warn_once, check, reason_for
 from nanoinfer.integrations.vllm.spellings import OTHER_NAMES
+from nanoinfer.integrations.vllm.values import ANY, FLAG
 from nanoinfer.integrations.words import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.chat.template_names import TemplateNames
@@ -69,27 +71,41 @@ class TestTable:
         for taker, arguments in ARGUMENTS.items():
             assert not OWN[taker] & arguments.keys()
 
+    @pytest.mark.parametrize("groups", [*SAME.values(), {**OURS, **ADVICE}], ids=[*SAME, "reasons"])
+    def test_a_name_is_in_one_list(self, groups: dict[Any, str]) -> None:
+        names = [name for listed in groups.values() for name in listed.split()]
+        assert len(names) == len(set(names))
+
     def test_what_its_reasons_tell_to_write_is_there(self) -> None:
+        known = {name for arguments in ARGUMENTS.values() for name in arguments}
+        assert {name for listed in [*OURS.values(), *ADVICE.values()] for name in listed.split()} <= known
         written = [
             (taker, name)
-            for arguments in ARGUMENTS.values()
-            for argument in arguments.values()
-            for taker, names in re.findall(r"\b(LLM|SamplingParams)\(([^)]*)\)", argument.reason)
+            for reason in (*OURS, *ADVICE)
+            for taker, names in re.findall(r"\b(\w*LLM|\w+Params)\(([^)]*)\)", reason)
             for name in re.findall(r"(\w+)=", names)
         ]
         assert len(written) > 20
         assert [(taker, name) for taker, name in written if name not in OWN[taker]] == []
+        calls = [call for reason in (*OURS, *ADVICE) for call in re.findall(r"\bllm\.(\w+)\(", reason)]
+        assert {"chat", "score", "stream"} <= set(calls)
+        assert [call for call in calls if not hasattr(LLM, call)] == []
 
     @pytest.mark.parametrize("taker", ARGUMENTS)
     def test_each_takes_none_and_says_why_not_more(self, taker: str) -> None:
-        for name, argument in ARGUMENTS[taker].items():
-            argument.check(name, None, {})
-            if argument.same == ANY:
-                argument.check(name, object(), {})
+        for name, same in ARGUMENTS[taker].items():
+            check(taker, name, None, {})
+            if same == ANY:
+                check(taker, name, object(), {})
                 continue
             with pytest.raises(ValueError, match=rf"^{name}=<object .*: must be None.*: \w") as error:
-                argument.check(name, object(), {})
-            assert str(error.value).endswith(f": {argument.reason}")
+                check(taker, name, object(), {})
+            assert str(error.value).endswith(f": {reason_for(name)}")
+
+    def test_what_has_no_reason_of_its_own_leads_to_the_page(self) -> None:
+        with pytest.raises(ValueError, match=f"^use_fp64_gumbel=True: must be None or False: {re.escape(PAGE)}$"):
+            check("LLM", "use_fp64_gumbel", True, {})
+        assert (Path(__file__).parent.parent / PAGE.split()[0]).exists()
 
     @pytest.mark.parametrize("taker", ARGUMENTS)
     def test_elsewhere_the_hint_is_the_reason(self, taker: str) -> None:
@@ -247,13 +263,13 @@ class TestOptions:
             {"num_splits": 0},
             "x",
         ):
-            with pytest.raises(ValueError, match="must be None, empty or its default: the kernels are nanoinfer's own"):
+            with pytest.raises(ValueError, match=r"must be None, empty or its default: write LLM\(attention_backend="):
                 Config(BUNDLED_MODEL, attention_config=wrong)
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"lora_dtype": "float16"}, r"must be None or 'auto': adapters have the model's dtype"),
+            ({"lora_dtype": "float16"}, r"must be None or 'auto': docs/coming-from-elsewhere.md says"),
             ({"enable_lora_bias": True}, r"must be None or False: merge such an adapter into its base"),
             ({"default_mm_loras": {"image": "here"}}, r"must be None or empty: .*SamplingParams\(adapter=...\)"),
             ({"enable_prefix_caching": "no"}, r"must be None or True: .*; llm.reset_prefix_cache\(\) forgets it"),
@@ -263,14 +279,17 @@ class TestOptions:
             ),
             ({"kv_cache_memory_bytes": 2**30}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
             ({"num_gpu_blocks_override": 64}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
-            ({"generation_config": "/here"}, r"must be None, 'auto' or 'vllm': see llm.default_sampling_params\(\)"),
+            (
+                {"generation_config": "/here"},
+                r"must be None, 'auto' or 'vllm': pass SamplingParams; see llm.default_sampling_params\(\)",
+            ),
             ({"quantization_config": {"bits": 4}}, r"must be None or empty: .*LLM\(quantization=...\)"),
             ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights stay on the device"),
-            ({"pipeline_parallel_size": 2}, r"must be None or 1: LLM\(tensor_parallel_size=..., data_parallel_size="),
-            ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': the models are nanoinfer's own"),
+            ({"pipeline_parallel_size": 2}, r"must be None or 1: write LLM\(tensor_parallel_size=...\)"),
+            ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': docs/coming-from-elsewhere.md says"),
             (
                 {"convert": "classify"},
-                "must be None, 'auto', 'none' or 'embed': a checkpoint's files say how it is read",
+                r"must be None, 'auto', 'none' or 'embed': write LLM\(runner=...\)",
             ),
             ({"skip_tokenizer_init": True}, r"must be None or False: .*SamplingParams\(detokenize=False\)"),
             ({"enable_return_routed_experts": True}, r"must be None or False: write LLM\(routed_experts=True\)"),
@@ -281,7 +300,7 @@ class TestOptions:
                 {"distributed_executor_backend": OutputKind},
                 "an LLM starts its ranks itself, or has those of tensor_par",
             ),
-            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=..., max_guesses=..., dr"),
+            ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=...\)"),
             (
                 {"speculative_config": {"method": "eagle"}},
                 "its method must be 'ngram', 'suffix' or 'draft_model': nano",
@@ -309,7 +328,7 @@ class TestOptions:
         ((name, value),) = given.items()
         _warn_once.cache_clear()
         for _ in range(2):
-            ARGUMENTS["LLM"][name].check(name, value, {})
+            check("LLM", name, value, {})
         (said,) = caplog.messages
         assert said.startswith(f"{name}={value!r} is left out: ")
 
@@ -319,17 +338,17 @@ class TestOptions:
 
     def test_a_launched_process_is_a_model_or_has_a_group(self) -> None:
         """As TRL starts vLLM: with external_launcher each process is a rank."""
-        check = partial(ARGUMENTS["LLM"]["distributed_executor_backend"].check, "distributed_executor_backend")
+        check_backend = partial(check, "LLM", "distributed_executor_backend")
         launched = "external_launcher"
         for beside in (
             {},
             {"tensor_parallel_size": 1},
             {"tensor_parallel_size": 2, "tensor_parallel_group": "a group"},
         ):
-            check(launched, beside)
+            check_backend(launched, beside)
         for beside in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
             with pytest.raises(ValueError, match=r"'external_launcher' with one process a model: .*tensor_parallel_g"):
-                check(launched, beside)
+                check_backend(launched, beside)
 
     @pytest.mark.parametrize("library", [np.array, torch.tensor])
     def test_values_may_come_from_any_library(self, library: Any) -> None:
@@ -340,14 +359,14 @@ class TestOptions:
             "swap_space": 4.5,
         }
         for name, value in values.items():
-            ARGUMENTS["LLM"][name].check(name, library(value), {})
+            check("LLM", name, library(value), {})
             with pytest.raises(ValueError, match=f"{name}="):
-                ARGUMENTS["LLM"][name].check(name, library([value, value]), {})
+                check("LLM", name, library([value, value]), {})
 
     def test_a_boolean_is_no_number(self) -> None:
         for name, wrong in (("pipeline_parallel_size", True), ("enable_dbo", 0), ("cpu_offload_gb", False)):
             with pytest.raises(ValueError, match=f"{name}={wrong}: "):
-                ARGUMENTS["LLM"][name].check(name, wrong, {})
+                check("LLM", name, wrong, {})
 
 
 class TestSamplingParams:
@@ -374,20 +393,20 @@ class TestSamplingParams:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"best_of": 2}, r"best_of=2: must be None or n: SamplingParams\(n=...\) gives all samples"),
+            ({"best_of": 2}, r"best_of=2: must be None or n: write SamplingParams\(n=...\)"),
             ({"n": 2, "best_of": 3}, "best_of=3: must be None or n: "),
-            ({"use_beam_search": True}, "must be None or False: SamplingParams has no beams: call llm.beam_search"),
-            ({"length_penalty": 2}, "must be None or 1: .* call llm.beam_search"),
+            ({"use_beam_search": True}, "must be None or False: write llm.beam_search"),
+            ({"length_penalty": 2}, "must be None or 1: write llm.beam_search"),
             ({"logits_processors": [len]}, "must be None or empty: no code of yours runs between two tokens"),
             ({"guided_decoding": {"json": {}}}, r"write SamplingParams\(structured_outputs=...\)"),
             (
                 {"output_kind": OutputKind.DELTA},
-                "must be None, CUMULATIVE or FINAL_ONLY: llm.stream yields what is new",
+                "must be None, CUMULATIVE or FINAL_ONLY: write llm.stream",
             ),
             ({"output_kind": True}, "must be None, CUMULATIVE or FINAL_ONLY"),
             ({"truncate_prompt_tokens": -1}, "must be None: a prompt that is too long is refused: cut it before"),
             ({"prompt_logprob_start": 3}, r"write SamplingParams\(prompt_logprobs_start=...\)"),
-            ({"skip_reading_prefix_cache": True}, r"llm.reset_prefix_cache\(\) forgets it"),
+            ({"skip_reading_prefix_cache": True}, "cache_salt"),
         ],
         ids=repr,
     )
@@ -420,7 +439,7 @@ class TestCalls:
                 {"tokenization_kwargs": {"truncation": True}},
                 "must be None or empty: pass prompts of token ids to tokeni",
             ),
-            ({"mm_processor_kwargs": {"fps": 2}}, r"must be None or empty: LLM\(image_options="),
+            ({"mm_processor_kwargs": {"fps": 2}}, r"must be None or empty: write LLM\(image_options="),
         ],
         ids=repr,
     )
@@ -428,7 +447,7 @@ class TestCalls:
         for call, argument in ((llm.generate, [[5], [6]]), (llm.chat, CHAT)):
             with pytest.raises(ValueError, match=message):
                 call(argument, greedy(1), **wrong)
-        with pytest.raises(ValueError, match="must be None, 'auto', 'string' or 'openai': a template gets content in"):
+        with pytest.raises(ValueError, match="must be None, 'auto', 'string' or 'openai': docs/coming-from-else"):
             llm.chat(CHAT, chat_template_content_format="html")
 
     def test_a_function_may_make_the_bar(self, llm: LLM) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanoinfer.integrations.vllm import spellings
-from nanoinfer.integrations.vllm.arguments import ARGUMENTS, reason_for
+from nanoinfer.integrations.vllm import arguments, spellings
 from nanoinfer.integrations.vllm.methods import attribute_of
 
 ELSEWHERE = {
@@ -97,8 +96,8 @@ class Words:
 
     def take(self, taker: str, name: str, value: Any, beside: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return our arguments in place of one that we lack; None: it is unknown."""
-        if (known := ARGUMENTS.get(taker, {}).get(name)) is not None:
-            known.check(name, value, beside)
+        if name in self.changes_nothing(taker):
+            arguments.check(taker, name, value, beside)
             return {}
         if (spelling := spellings.OTHER_NAMES.get(taker, {}).get(name)) is not None:
             return {} if value is None else spelling(value, beside)
@@ -114,11 +113,11 @@ class Words:
 
     def reason_for(self, name: str) -> str | None:
         """Return what to know of an argument that some call of vLLM's takes; None if none does."""
-        return reason_for(name)
+        return arguments.reason_for(name)
 
     def changes_nothing(self, taker: str) -> Collection[str]:
         """Return the arguments that `take` accepts only at values that change no result."""
-        return ARGUMENTS.get(taker, {}).keys()
+        return arguments.ARGUMENTS.get(taker, {}).keys()
 
     def attribute(self, owner: Any, name: str) -> Any:
         """Return what an LLM answers by vLLM's names. Raises AttributeError, with what to do instead."""
