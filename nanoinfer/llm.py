@@ -100,12 +100,14 @@ class LLM(
 
         prompts: strings, lists of token ids, or mappings: {"prompt": text}, {"prompt_token_ids": ids}, or for a chat
             {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. Of a text beside
-            its token ids, the ids count. A lone string or mapping counts as a list of one. A prompt has images as
-            {"prompt": text, "multi_modal_data": {"image": [...]}}, or with "prompt_token_ids". For each it holds what
-            the model's chat template writes for one, such as <|vision_start|><|image_pad|><|vision_end|>. An image is a
-            PIL image, the bytes of its file, a data: URL, an array of uint8, [height, width, 3], or a path or a file:
-            URL in the option image_folder. Nothing is fetched. Under "video", some models take videos: each is a list
-            of frames, or an array of uint8, [frames, height, width, 3], and (frames, {"fps": 2}) says their rate
+            its token ids, the ids count. A lone string or mapping counts as a list of one. Beside any of these
+            "cache_salt" may hold a string: the prompt shares the KV cache with prompts of the same string alone. A
+            prompt has images as {"prompt": text, "multi_modal_data": {"image": [...]}}, or with "prompt_token_ids". For
+            each it holds what the model's chat template writes for one, such as
+            <|vision_start|><|image_pad|><|vision_end|>. An image is a PIL image, the bytes of its file, a data: URL, an
+            array of uint8, [height, width, 3], or a path or a file: URL in the option image_folder. Nothing is fetched.
+            Under "video", some models take videos: each is a list of frames, or an array of uint8, [frames, height,
+            width, 3], and (frames, {"fps": 2}) says their rate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without

@@ -106,6 +106,7 @@ class SamplingParams:
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
     read: ClassVar[Read | None] = None  # of a request's own copy: what its text is read for, in place of tokens
+    cache_salt: ClassVar[str | None] = None  # of a request's own copy: it shares blocks with the same salt's alone
 
     def __post_init__(self) -> None:
         settings = self.__dict__

@@ -173,7 +173,9 @@ class TestPrompts:
         [
             ({}, r"is {}: must be text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"),
             ({"text": "a"}, r"is {'text': 'a'}: must be text, .*'prompt' or 'prompt_token_ids', and nothing else"),
-            ({"prompt": "a", "cache_salt": "b"}, r"is {'prompt': 'a', .*: must be text, .* and nothing else"),
+            ({"prompt": "a", "cache_salt": ""}, r"\['cache_salt'\] is '': must be a non-empty string"),
+            ({"prompt_token_ids": [5], "cache_salt": 3}, r"\['cache_salt'\] is 3: must be a non-empty string"),
+            ({"messages": [], "cache_salt": b"a"}, r"\['cache_salt'\] is b'a': must be a non-empty string"),
             ({"prompt": [5], "prompt_token_ids": [5]}, r"\['prompt'\] is \[5\]: must be a string"),
             ({"prompt": "a", "prompt_token_ids": "a"}, r"\['prompt_token_ids'\] is 'a': must be a list of token ids"),
             (
@@ -202,6 +204,21 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"prompts(\[0\]|=.*'prompt_token_ids', and nothing else)"):
             llm.generate(prompt)
         assert llm.engine.is_finished
+
+    def test_prompts_of_one_cache_salt_share_what_is_computed(self, llm: LLM) -> None:
+        ids = list(range(5, 45))
+        prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "b", None)]
+        llm.reset_prefix_cache()
+        first, again = (llm.generate(prompts, greedy(2), use_tqdm=False) for _ in range(2))
+        assert [output.num_cached_tokens for output in first] == [0, 0, 0]
+        assert all(output.num_cached_tokens > 0 for output in again)
+        assert len({tuple(output.token_ids) for output in first + again}) == 1
+        (plain,) = llm.generate([ids], greedy(2), use_tqdm=False)
+        assert plain.num_cached_tokens == again[2].num_cached_tokens
+        chat = {"messages": [{"role": "user", "content": "But, soft!"}], "cache_salt": "a"}
+        assert len(llm.generate(chat, greedy(1), use_tqdm=False)) == 1
+        scores = llm.score({"prompt_token_ids": ids, "cache_salt": "c"}, [[5]]) + llm.score(ids, [[5]])
+        assert scores[0].logprob == pytest.approx(scores[1].logprob)
 
     def test_lora_may_be_none(self, llm: LLM) -> None:
         for call, argument in ((llm.generate, [[5]]), (llm.chat, [{"role": "user", "content": "a"}])):

@@ -199,6 +199,33 @@ def test_prompts_of_one_step_share_blocks() -> None:
     assert first.block_tables[0][:1] == third.block_tables[0][:1]
 
 
+def salted(prompt_len: int, salt: str | None, max_tokens: int = 5, prompt_logprobs: int | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    vars(params)["cache_salt"] = salt  # as requests do with their own copies
+    return Sequence([10] * prompt_len, params, seed=0, max_model_len=40)
+
+
+def test_prompts_of_one_cache_salt_share_blocks_with_each_other_alone() -> None:
+    sched = scheduler(budget=40)
+    seqs = [salted(10, salt) for salt in (None, "a", "b", "a", None)]
+    for seq in seqs:
+        sched.add(seq)
+    planned = prefill(sched.schedule(in_flight=False))
+    assert {seq: start for seq, start, _ in planned} == dict(zip(seqs, [0, 0, 0, 8, 8], strict=True))
+    firsts = [seq.block_tables[0][0] for seq in seqs]
+    assert firsts == [firsts[0], firsts[1], firsts[2], firsts[1], firsts[0]]
+    assert len(set(firsts)) == 3
+
+
+def test_continuations_copy_no_tail_of_another_cache_salt() -> None:
+    sched = scheduler()
+    seqs = [salted(8, salt, max_tokens=0, prompt_logprobs=0) for salt in ("a", "b")]
+    for seq in seqs:
+        seq.token_ids[-1] = 5
+        sched.add(seq)
+    assert prefill(sched.schedule(in_flight=False)) == [(seq, 0, 8) for seq in seqs]
+
+
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_step_that_was_never_launched_leaves_no_names(is_launched: bool) -> None:
     sched = scheduler(budget=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from enum import Enum, auto
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -145,8 +146,10 @@ class Sequence:
         return len(self.token_ids)
 
     def content(self, start: int, end: int) -> bytes:
-        """Return tokens `start` to `end` as bytes; placeholders of different images differ."""
+        """Return tokens `start` to `end` as bytes; placeholders of other images differ, and texts of other salts."""
         tokens = self.token_ids[start:end].tobytes()
+        if start == 0 and (salt := self.params.cache_salt) is not None:
+            tokens += sha256(salt.encode(errors="surrogatepass")).digest()  # so that no salt looks like an image
         return tokens if self.images is None else tokens + self.images.content(start, end)
 
     @property

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
+from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
-MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
@@ -103,7 +104,7 @@ class Inputs:
         change: as for begin_texts; output_of: as for Prepared
         """
         asked = change(self._read(name, prompt))
-        return ComingRequest(asked, settings, self._see(asked), output_of)
+        return self._coming(asked, settings, output_of)
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
@@ -115,8 +116,7 @@ class Inputs:
             check_none("sampling_params", sampling_params, "llm.prepare has got those of this request")
             return prompt
         settings = self._settings.check_one(sampling_params)
-        asked = self._read("prompt", prompt)
-        return ComingRequest(asked, settings, self._see(asked))
+        return self._coming(self._read("prompt", prompt), settings)
 
     def finish(self, coming: ComingRequest) -> Prepared:
         """Return a prompt ready to run, when its images are prepared."""
@@ -177,7 +177,7 @@ class Inputs:
             raise ValueError(f"{asked.name} is empty: it must have at least one token")
         if not rest:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
-        params = replace(params, prompt_logprobs_start=len(ids_of(first)))
+        params = _salted(replace(params, prompt_logprobs_start=len(ids_of(first))), asked.cache_salt)
         prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
         return Prepared(self._check_tokens(f"{asked.name} + {name}", prompt, params), None, params, None)
 
@@ -193,7 +193,7 @@ class Inputs:
 
         given, others: the template's arguments; it must read those of the first kind
         """
-        template = dict(_as_template(f"{TEMPLATE}=", others))
+        template = dict(as_template(f"{TEMPLATE}=", others))
         template.update((key, value) for key, value in given.items() if value is not None or key not in template)
         self._check_template(template)
         if given and self._chats is not None:
@@ -244,9 +244,10 @@ class Inputs:
 
     def _read(self, name: str, prompt: object) -> Asked:
         if isinstance(prompt, Mapping) and MESSAGES in prompt:
-            template = _template_of(name, prompt)
+            template, salt = template_of(name, prompt), salt_of(name, prompt)
             self._check_template(template)
-            return self._read_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template)
+            chat = self._read_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template)
+            return chat._replace(cache_salt=salt)
         return self._unwrap(name, prompt)
 
     def _unwrap(self, name: str, prompt: Any) -> Asked:
@@ -259,13 +260,14 @@ class Inputs:
         if self._images is None and (medium := other_medium(given)):
             raise ValueError(f"{name} has {medium!r}: {TEXT_ONLY}; pass {known}")
         kinds = [key for key in (TEXT, TOKEN_IDS) if key in (given or prompt)]
-        if not kinds or not given.keys() <= {*kinds}:
+        if not kinds or not given.keys() <= {*kinds, SALT}:
             raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {known}")
         for key in kinds:
             if isinstance(prompt[key], str) != (key == TEXT):
                 what = "a string" if key == TEXT else "a list of token ids"
                 raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
-        return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), media)
+        salt = salt_of(name, given)
+        return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), media, cache_salt=salt)
 
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> CallPrompts:
         """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
@@ -278,8 +280,13 @@ class Inputs:
         coming: list[ComingRequest] = []
         with _cancelled_by_errors(coming):
             for each, own in zip(asked, settings, strict=True):
-                coming.append(ComingRequest(each, own, self._see(each)))
+                coming.append(self._coming(each, own))
         return coming
+
+    def _coming(self, asked: Asked, settings: Settings, output_of: OutputOf | None = None) -> ComingRequest:
+        """Return a prompt with its settings, and let its images be prepared."""
+        settings = settings._replace(params=_salted(settings.params, asked.cache_salt))
+        return ComingRequest(asked, settings, self._see(asked), output_of)
 
     def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
         """Let a prompt's images and videos be prepared; None: it has none."""
@@ -339,6 +346,14 @@ class Inputs:
         return token_ids
 
 
+def _salted(params: SamplingParams, salt: str | None) -> SamplingParams:
+    """Return a request's settings with its prompt's cache_salt."""
+    if salt is not None:
+        params = copy(params)  # which other prompts have, too
+        vars(params)[SALT] = salt
+    return params
+
+
 @contextmanager
 def _cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
     """Let no thread prepare the images of these behind an error."""
@@ -369,24 +384,6 @@ def _listed(prompts: Any) -> list[Any]:
 
 def _holds_prompt(value: object) -> bool:
     return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
-
-
-def _template_of(name: str, prompt: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return the template's arguments in a prompt that is a chat."""
-    if others := [key for key, value in prompt.items() if key not in (MESSAGES, TEMPLATE) and value is not None]:
-        raise ValueError(f"{name} has {short(others[0])}: must have {MESSAGES!r} alone, or {TEMPLATE!r} beside it")
-    return _as_template(f"{name}[{TEMPLATE!r}] is ", prompt.get(TEMPLATE))
-
-
-def _as_template(begin: str, template: Any) -> Mapping[str, Any]:
-    """Return the template's arguments; None counts as none; begin: begins the message of an error."""
-    if template is None:
-        return {}
-    if not isinstance(template, Mapping) or not all(isinstance(key, str) for key in template):
-        raise ValueError(
-            f"{begin}{short(template, MOST_SHOWN)}: must be a mapping from the template's arguments to values"
-        )
-    return template
 
 
 def _describe_length(prompt: SomeTokens) -> tuple[str, str]:

@@ -25,6 +25,7 @@ class Asked(NamedTuple):
     text: its text; None if the user passed token ids alone
     media: its images and videos
     is_chat: a template wrote it, with the special tokens
+    cache_salt: it shares blocks of the KV cache with prompts of the same salt alone; None: with those without one
     tokenize: makes its tokens, of its name in messages of errors; None: the tokenizer does, of its text
     """
 
@@ -33,6 +34,7 @@ class Asked(NamedTuple):
     text: str | None
     media: Media = NO_MEDIA
     is_chat: bool = False
+    cache_salt: str | None = None
     tokenize: Callable[[str], list[int]] | None = None
 
 

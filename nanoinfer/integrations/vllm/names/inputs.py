@@ -16,6 +16,7 @@ class TextPrompt(TypedDict, total=False):
     multi_modal_data: Any
     multi_modal_uuids: Any
     mm_processor_kwargs: Any
+    cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -26,3 +27,4 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Any
     multi_modal_uuids: Any
     mm_processor_kwargs: Any
+    cache_salt: str
