@@ -165,6 +165,17 @@ def test_fewer_dimensions(folder: str, make_llm: Callable[..., LLM]) -> None:
             llm.embed(TEXTS, dimensions=wrong)
 
 
+def test_with_length_1_or_not(folder: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(folder, device="cpu")
+    raw, whole = embed(llm, TEXTS, normalize=False), embed(llm, TEXTS, normalize=True)
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+    assert (abs(lengths - 1) > 0.1).all()
+    np.testing.assert_allclose(whole, raw / lengths, atol=1e-6)
+    for wrong in (1, "no"):
+        with pytest.raises(ValueError, match=f"normalize={wrong!r}: must be True or False"):
+            llm.embed(TEXTS, normalize=wrong)
+
+
 def test_dimensions_that_the_config_lists(save: Callable[..., str], make_llm: Callable[..., LLM]) -> None:
     folder = save()
     change_json(folder, "config.json", matryoshka_dimensions=[16, 32])

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_the_models_settings(llm: LLM) -> None:
     assert (config.model, config.tokenizer, config.dtype) == (llm.config.model, llm.config.model, torch.float32)
     assert config.hf_config.model_type == "qwen3"
     assert config.get_vocab_size() == config.hf_text_config.vocab_size == llm.config.description.vocab_size
-    assert llm.llm_engine.get_model_config().max_model_len == config.max_model_len
+    assert llm.llm_engine.get_model_config().max_model_len == config.max_model_len == llm.model_config.max_model_len
 
 
 def test_no_tokenizer(make_qwen3: Any) -> None:
@@ -110,7 +111,6 @@ def test_to_delete_the_executor_closes_the_llm(make_qwen3: Any) -> None:
         ("start_profile", "torch.profiler"),
         ("get_world_size", "tensor_parallel_size"),
         ("from_engine_args", r"LLM\(model, \.\.\.\)"),
-        ("model_config", "llm.llm_engine.model_config"),
     ],
 )
 def test_names_that_stay_absent_say_what_to_use(name: str, instead: str, llm: LLM) -> None:
@@ -205,7 +205,12 @@ def test_outputs_have_vllms_attributes(vllm_llm: Any, vllm: ModuleType, llm: LLM
     assert isinstance(output, vllm.RequestOutput)
     assert isinstance(output.outputs[0], vllm.CompletionOutput)
     assert isinstance(output.request_id, str)
-    assert output.metrics is output.lora_request is output.encoder_prompt is output.outputs[0].lora_request is None
+    assert output.lora_request is output.encoder_prompt is output.outputs[0].lora_request is None
+    times = output.metrics
+    assert times.num_generation_tokens == len(output.token_ids)
+    assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+    assert times.first_token_latency == times.first_token_ts - times.queued_ts
+    assert 0 <= time.time() - times.arrival_time < 60
     assert output.outputs[0].cumulative_logprob == pytest.approx(sum(max(d.values()) for d in output.logprobs))
 
 
@@ -540,6 +545,11 @@ class TestReadingTexts:
             assert one.outputs.hidden_size == len(wanted.embedding)
         encoded = vllm_llm.encode(list(self.TEXTS), pooling_task="embed")
         assert [one.outputs.data.tolist() for one in encoded] == [one.outputs.embedding for one in found]
+        raw = vllm_llm.encode(list(self.TEXTS), vllm.PoolingParams(normalize=False), pooling_task="embed")
+        for one, whole in zip(raw, encoded, strict=True):
+            length = one.outputs.data.norm()
+            assert length > 2
+            assert torch.allclose(one.outputs.data / length, whole.outputs.data, atol=1e-6)
 
     def test_cosines(self, vllm_llm: Any, llm: LLM) -> None:
         one, other = (output.embedding for output in llm.embed(list(self.TEXTS)))
@@ -561,10 +571,12 @@ class TestReadingTexts:
                 pytest.approx(one.probs.tolist(), abs=1e-6) for one in expected
             ]
             assert found[0].outputs.num_classes == labels
-            rewards = theirs.reward(list(self.TEXTS))
-            assert [one.outputs.data.tolist() for one in rewards] == [
-                pytest.approx(one.logits.tolist(), abs=1e-6) for one in expected
-            ]
+            scores = [pytest.approx(one.logits.tolist(), abs=1e-6) for one in expected]
+            raw = vllm.PoolingParams(activation=False)
+            assert [one.outputs.data.tolist() for one in theirs.reward(list(self.TEXTS))] == scores
+            assert [one.outputs.probs for one in theirs.classify(list(self.TEXTS), pooling_params=raw)] == scores
+            encoded = theirs.encode(list(self.TEXTS), raw, pooling_task="classify")
+            assert [one.outputs.data.tolist() for one in encoded] == scores
             if labels == 1:
                 wanted = [float(one.score) for one in ours.rerank(self.TEXTS[0], list(self.TEXTS))]
                 scores = [one.outputs.score for one in theirs.score(self.TEXTS[0], list(self.TEXTS))]
@@ -573,9 +585,14 @@ class TestReadingTexts:
     def test_what_cannot_be_read(self, vllm: ModuleType, vllm_llm: Any) -> None:
         with pytest.raises(ValueError, match="pooling_task='encode': must be 'embed' or 'classify'"):
             vllm_llm.encode(list(self.TEXTS))
-        with pytest.raises(ValueError, match="normalize=False: must be None or True"):
-            vllm.PoolingParams(normalize=False)
-        with pytest.raises(ValueError, match=r"pooling_params=.*: must ask for the same dimensions"):
+        for name in ("normalize", "activation"):
+            with pytest.raises(ValueError, match=f"{name}='no': must be True or False"):
+                vllm.PoolingParams(**{name: "no"})
+        with pytest.raises(ValueError, match="softmax=False: must be None or True: write activation=False"):
+            vllm.PoolingParams(softmax=False)
+        with pytest.raises(ValueError, match="activation=False: must be None or True in score"):
+            vllm_llm.score("a", "b", pooling_params=vllm.PoolingParams(activation=False))
+        with pytest.raises(ValueError, match=r"pooling_params=.*: must be equal in one call"):
             vllm_llm.embed(list(self.TEXTS), pooling_params=[vllm.PoolingParams(dimensions=size) for size in (4, 8)])
 
 
@@ -597,6 +614,79 @@ def test_schemas_forbid_what_they_do_not_declare(vllm: ModuleType) -> None:
             assert json.loads(made.structured_outputs["json"]) == strict
     with pytest.raises(ValueError, match="'json' must be a JSON Schema"):
         vllm.SamplingParams(structured_outputs={"json": "{"})
+
+
+@pytest.fixture(scope="module")
+def ruled(vllm: ModuleType) -> Iterator[Any]:
+    forms = {"backend": "auto", "disable_any_whitespace": True}
+    with vllm.LLM(BUNDLED_MODEL, max_logprobs=2, structured_outputs_config=forms, **CPU) as llm:
+        yield llm
+
+
+class TestRules:
+    """What options of an LLM say of all its requests."""
+
+    @pytest.mark.parametrize("setting", ["logprobs", "prompt_logprobs"])
+    def test_the_most_logprobs(self, setting: str, ruled: Any, vllm: ModuleType) -> None:
+        assert len(ruled.generate(PROMPTS, vllm.SamplingParams(max_tokens=1, **{setting: 2}))) == 2
+        for count in (3, -1):
+            params = vllm.SamplingParams(max_tokens=1, **{setting: count})
+            message = f"{setting}={count}: must be an integer from 0 to 2, as LLM(max_logprobs=...) says"
+            for call in (
+                lambda params=params: ruled.generate(PROMPTS, [vllm.SamplingParams(), params]),
+                lambda params=params: ruled.chat(CHAT, params),
+                lambda params=params: vllm.LLMEngine(ruled).add_request("a", PROMPTS[0], params),
+            ):
+                with pytest.raises(ValueError, match=re.escape(message)):
+                    call()
+
+    def test_json_without_white_space(self, ruled: Any, vllm: ModuleType, vllm_llm: Any) -> None:
+        items = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+        (space,) = ruled.tokenize(" ")
+        params = vllm.SamplingParams(structured_outputs={"json": items}, logit_bias={space: 50}, temperature=0)
+        assert ruled.generate(PROMPTS[:1], params)[0].text == "[1,1,1]"
+        assert params.structured_outputs == vllm.SamplingParams(structured_outputs={"json": items}).structured_outputs
+        assert vllm_llm.generate(PROMPTS[:1], params)[0].text == "[ 1 , 1 , 1 ]"
+        choice = vllm.SamplingParams(structured_outputs={"choice": ["a b"]})
+        assert ruled.generate(PROMPTS[:1], choice)[0].text == "a b"
+
+    def test_by_the_older_name_and_without_limits(self, vllm: ModuleType) -> None:
+        rules = importlib.import_module("nanoinfer.integrations.vllm.names.rules").Rules
+        old = {"guided_decoding_disable_any_whitespace": True, "max_logprobs": -1, "swap_space": 4}
+        assert rules.take(old) == (None, True)
+        assert old == {"swap_space": 4}
+        for wrong in ({"max_logprobs": "a"}, {"guided_decoding_disable_any_whitespace": "a"}):
+            with pytest.raises(ValueError, match="='a': must be"):
+                rules.take(wrong)
+
+
+def test_metrics(vllm: ModuleType) -> None:
+    from vllm.v1.metrics.reader import Counter, Metric
+
+    with vllm.LLM(BUNDLED_MODEL, disable_log_stats=False, **CPU) as llm:
+        outputs = llm.generate(PROMPTS * 2, vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        metrics = llm.get_metrics()
+    assert all(isinstance(metric, Metric) and isinstance(metric, Counter) for metric in metrics)
+    told = {metric.name: metric.value for metric in metrics if not metric.labels}
+    assert told["vllm:generation_tokens"] == 16
+    assert told["vllm:prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs)
+    ends = {metric.labels["finished_reason"]: metric.value for metric in metrics if metric.labels}
+    assert ends["length"] == 4
+
+
+@pytest.mark.parametrize("priority", [[0], [0, 0, 0], [], [0, 1]])
+def test_priorities_are_equal_and_one_for_each_prompt(priority: list[int], vllm_llm: Any) -> None:
+    with pytest.raises(ValueError, match=r"priority=.*: must be None or 0, for all prompts or one for each"):
+        vllm_llm.generate(PROMPTS, priority=priority)
+
+
+def test_prompts_of_one_cache_salt_share_what_is_computed(vllm: ModuleType, vllm_llm: Any) -> None:
+    salted = [vllm.TokensPrompt(prompt_token_ids=list(range(5, 45)), cache_salt=salt) for salt in ("a", "b")]
+    params = vllm.SamplingParams(max_tokens=1)
+    cached = [[output.num_cached_tokens for output in vllm_llm.generate(salted, params)] for _ in range(2)]
+    assert cached == [[0, 0], [32, 32]]
+    with pytest.raises(ValueError, match=r"prompts\[0\]\['cache_salt'\] is '': must be a non-empty string"):
+        vllm_llm.generate({"prompt": "a", "cache_salt": ""})
 
 
 def test_log_probabilities_are_plain_floats(vllm_llm: Any, vllm: ModuleType) -> None:
@@ -626,7 +716,6 @@ def test_what_programs_ask_of_the_machine(vllm: ModuleType, monkeypatch: pytest.
     [
         ("config", "KVTransferConfig", "no other engine takes part in a prompt"),
         ("assets.image", "ImageAsset", "nothing is fetched"),
-        ("v1.metrics.reader", "Counter", "llm.stats()"),
     ],
 )
 def test_what_is_not_here_says_what_to_use(module: str, name: str, instead: str, vllm: ModuleType) -> None:

@@ -40,7 +40,7 @@ ELSEWHERE = {
         ("disable_cuda_graph", "enforce_eager"),
         ("inputs input_ids text_inputs prompt_token_ids sentences", "prompts"),
         ("truncate_dim pooling_params", "dimensions"),
-        ("normalize_embeddings", "leave it out: the checkpoint's modules.json says whether embeddings have length 1"),
+        ("normalize_embeddings", "normalize"),
         ("conversation", "messages"),
         ("params generation_config", "sampling_params"),
         ("disable_tqdm progress_bar show_progress_bar", "use_tqdm"),

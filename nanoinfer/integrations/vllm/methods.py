@@ -34,7 +34,6 @@ ABSENT = {
         ("start_profile stop_profile", "run the script under torch.profiler.profile()"),
         ("get_metrics", "llm.stats() counts what has been done; each output has timings and num_cached_tokens"),
         ("get_world_size", "llm.config has tensor_parallel_size and data_parallel_size"),
-        ("model_config", "llm.config has the options; llm.llm_engine.model_config answers by vLLM's names"),
         ("set_tokenizer", "LLM(tokenizer=...) takes a folder or a Hub id"),
         ("release_kv_cache_memory", "llm.sleep gives memory back, and llm.wake_up takes it again"),
         ("reset_mm_cache", "leave it out: equal images are known by their pixels"),
@@ -60,6 +59,8 @@ def attribute_of(llm: LLM, name: str) -> Any:
         return partial(tokenizer_of, llm)
     if name == "get_default_sampling_params":
         return llm.default_sampling_params
+    if name == "model_config":
+        return ModelConfig(llm.config)
     if name == "llm_engine":
         return EngineNames(llm)
     what = f"{type(llm).__name__!r} object has no attribute {name!r}"

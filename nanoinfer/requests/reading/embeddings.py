@@ -88,18 +88,19 @@ class Embeddings:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked
 
-    def output(self, request: Request, dimensions: int | None) -> EmbeddingOutput:
-        """Return the output of a text. dimensions: as check_dimensions returns it"""
+    def output(self, request: Request, dimensions: int | None, normalize: bool | None) -> EmbeddingOutput:
+        """Return the output of a text. dimensions: as check_dimensions returns it; normalize: as for LLM.embed"""
         result, embedding = request.first_result(), None
         if result.pooled is not None:
-            embedding = self._embedding(result.pooled, len(request.prompt.token_ids), dimensions)
+            embedding = self._embedding(result.pooled, len(request.prompt.token_ids), dimensions, normalize)
         return EmbeddingOutput(facts_of(request, result), embedding=embedding)
 
-    def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None) -> Vector:
+    def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None, normalize: bool | None) -> Vector:
         x = (pooled / tokens if self.read.needs_all else pooled).astype(np.float32, copy=False)
         for dense in self.model.denses:
             x = dense(x)
-        x = _with_length_1(x[:dimensions]) if self.model.normalises else x[:dimensions]
+        normalizes = self.model.normalises if normalize is None else normalize
+        x = _with_length_1(x[:dimensions]) if normalizes else x[:dimensions]
         return x if dimensions is not None else x[: self.model.settings.truncate_dim]
 
 

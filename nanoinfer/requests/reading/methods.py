@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
 
-from nanoinfer.checks import check_adapter, check_none
+from nanoinfer.checks import check_adapter, check_flag, check_none
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.cross_encoder import LABELS
 from nanoinfer.process.collector import no_full_collection
@@ -56,6 +56,7 @@ class ReadsTexts(LoadsAdapters):
         use_tqdm: UseTqdm = True,
         adapter: str | None = None,
         lora_request: GivenLora = None,
+        normalize: bool | None = None,
     ) -> Iterator[EmbeddingOutput]: ...
 
     @overload
@@ -67,9 +68,10 @@ class ReadsTexts(LoadsAdapters):
         use_tqdm: UseTqdm = True,
         adapter: str | None = None,
         lora_request: GivenLora = None,
+        normalize: bool | None = None,
     ) -> list[EmbeddingOutput]: ...
 
-    @hints_for("embed", ("prompt_name", "dimensions"))
+    @hints_for("embed", ("prompt_name", "dimensions", "normalize"))
     def embed(
         self,
         prompts: Prompt | ListLike[Prompt] | Iterator[Prompt],
@@ -78,6 +80,7 @@ class ReadsTexts(LoadsAdapters):
         use_tqdm: UseTqdm = True,
         adapter: str | None = None,
         lora_request: GivenLora = None,
+        normalize: bool | None = None,
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
@@ -94,20 +97,24 @@ class ReadsTexts(LoadsAdapters):
         use_tqdm: show a bar with the texts and their tokens; or a function that makes it, as tqdm does
         adapter: as in SamplingParams, for all texts
         lora_request: as for generate; for an iterator, one for all
+        normalize: True: embeddings have length 1; False: they stay as they are; None: as the checkpoint says
 
         Raises ValueError as generate does, and for what the checkpoint does not allow. Tokens are checked while the
         first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
         latest. Of an iterator's texts the error is raised when their turn comes.
         """
         with self._door("ready"):
-            reading = self._embedding(prompt_name, dimensions)
+            reading = self._embedding(prompt_name, dimensions, normalize)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
-    def _embedding(self, prompt_name: str | None, dimensions: int | None) -> Reading[EmbeddingOutput]:
+    def _embedding(
+        self, prompt_name: str | None, dimensions: int | None, normalize: bool | None = None
+    ) -> Reading[EmbeddingOutput]:
         """Return how texts become embeddings. Raises ValueError for what the checkpoint does not allow."""
         made = self._embeddings
         kept, ask = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
-        return Reading(made.read, partial(made.output, dimensions=kept), ask)
+        length_1 = None if normalize is None else check_flag("normalize", normalize)
+        return Reading(made.read, partial(made.output, dimensions=kept, normalize=length_1), ask)
 
     @hints_for("prepare_to_embed", ())
     def prepare_to_embed(

@@ -25,8 +25,6 @@ from nanoinfer.serving.llm_thread import LLMThread, Told
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    import nanoinfer.llm
-
 SOON = 0.02  # seconds, until a request asks again whether there is room for its adapter
 
 T = TypeVar("T")
@@ -54,11 +52,9 @@ class Asked(NamedTuple):
         return own
 
 
-def ask(
-    llm: nanoinfer.llm.LLM, request_id: str, prompt: Any, params: Any, lora: LoRARequest | None
-) -> tuple[ComingRequest, Asked]:
+def ask(llm: LLM, request_id: str, prompt: Any, params: Any, lora: LoRARequest | None) -> tuple[ComingRequest, Asked]:
     """Check a request, and load its adapter, unless the prompt cannot work. Raises ValueError for what cannot be."""
-    params = llm.default_sampling_params() if params is None else params
+    params = llm.params_of(params)
     kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
     loras = None
     if lora is not None and isinstance(params, SamplingParams):
@@ -79,6 +75,8 @@ def ask(
 
 class LLMEngine(EngineNames):
     """An LLM whose caller adds requests, and runs step after step. It has the names of llm.llm_engine, too."""
+
+    _llm: LLM
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)

@@ -11,6 +11,7 @@ from nanoinfer import llm
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.generation_config import find_sampling_params
+from nanoinfer.integrations.vllm.names.metrics import Metric, metrics_of
 from nanoinfer.integrations.vllm.names.outputs import RequestOutput, all_renamed
 from nanoinfer.integrations.vllm.names.params import SamplingParams
 from nanoinfer.integrations.vllm.names.pooling import (
@@ -25,19 +26,26 @@ from nanoinfer.integrations.vllm.names.pooling import (
     as_pairs,
     cosines,
     data_of,
-    dimensions_of,
+    pooling_of,
+    probs_of,
 )
+from nanoinfer.integrations.vllm.names.rules import Rules
 
 CUT_BEFORE = "a text that is too long is refused: cut it before"
 
 if TYPE_CHECKING:
     from nanoinfer.integrations.vllm.names.command_line import Options
+    from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
 
 class LLM(llm.LLM):
     """nanoinfer's LLM. Without settings, generate and chat take those of the checkpoint's generation_config.json."""
 
     beam_rules = VllmRules
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.rules = Rules.take(options)
+        super().__init__(model, **options)
 
     @classmethod
     def from_engine_args(cls, engine_args: Options) -> LLM:
@@ -66,7 +74,7 @@ class LLM(llm.LLM):
                     f"prompt_token_ids={short(prompt_token_ids)}: must be a list of token ids, or a list of such lists"
                 )
             prompts = [ids] if ids and as_int(ids[0]) is not None else ids
-        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        params = self.params_of(sampling_params)
         found = super().generate(prompts, params, use_tqdm, **{**options, "lora_request": lora_request})
         return all_renamed(found, lora_request)
 
@@ -83,9 +91,17 @@ class LLM(llm.LLM):
         messages, use_tqdm, lora_request, options: as for nanoinfer.LLM.chat
         sampling_params: as there; None: default_sampling_params()
         """
-        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        params = self.params_of(sampling_params)
         found = super().chat(messages, params, use_tqdm, **{**options, "lora_request": lora_request})
         return all_renamed(found, lora_request)
+
+    def params_of(self, given: Any) -> Any:
+        """Return the settings of a call, as the checkpoint and this LLM's options have them. Raises ValueError."""
+        return self.rules.apply(self.default_sampling_params() if given is None else given)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return what llm.stats() counts, as counters by vLLM's names."""
+        return metrics_of(self.stats())
 
     @staticmethod
     def deprecate_legacy_api() -> AbstractContextManager[None]:
@@ -115,22 +131,26 @@ class LLM(llm.LLM):
         truncate_prompt_tokens: None: a text that is too long is refused
         """
         check_none("truncate_prompt_tokens", truncate_prompt_tokens, CUT_BEFORE)
-        found = super().embed(prompts, dimensions=dimensions_of(pooling_params), use_tqdm=use_tqdm, **options)
+        found = self._embedded(prompts, pooling_params, use_tqdm=use_tqdm, **options)
         return all_read(EmbeddingRequestOutput, found, lambda one: EmbeddingData(one.embedding.tolist()))
+
+    def _embedded(self, prompts: Any, pooling_params: Any, **options: Any) -> list[EmbeddingOutput]:
+        asked = pooling_of(pooling_params)
+        return super().embed(prompts, dimensions=asked.dimensions, normalize=asked.normalize, **options)
 
     def classify(  # type: ignore[override]  # as above
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
     ) -> list[ClassificationRequestOutput]:
         """Compute what a classifier makes of each text, as nanoinfer.LLM does."""
-        dimensions_of(pooling_params)
+        key = probs_of(pooling_params)
         found = super().classify(prompts, use_tqdm, **options)
-        return all_read(ClassificationRequestOutput, found, lambda one: ClassificationData(one.probs.tolist()))
+        return all_read(ClassificationRequestOutput, found, lambda one: ClassificationData(one[key].tolist()))
 
     def reward(
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """Compute the scores of a classifier's head for each text, in outputs.data."""
-        dimensions_of(pooling_params)
+        pooling_of(pooling_params)
         found = super().classify(prompts, use_tqdm, **options)
         return all_read(PoolingRequestOutput, found, lambda one: data_of(one.logits))
 
@@ -152,10 +172,11 @@ class LLM(llm.LLM):
         if task not in ("embed", "classify"):
             raise ValueError(f"pooling_task={short(task)}: must be 'embed' or 'classify': a text is read as a whole")
         if task == "embed":
-            found = super().embed(prompts, dimensions=dimensions_of(pooling_params), use_tqdm=use_tqdm, **options)
+            found = self._embedded(prompts, pooling_params, use_tqdm=use_tqdm, **options)
             return all_read(PoolingRequestOutput, found, lambda one: data_of(one.embedding))
+        key = probs_of(pooling_params)
         classified = super().classify(prompts, use_tqdm, **options)
-        return all_read(PoolingRequestOutput, classified, lambda one: data_of(one.probs))
+        return all_read(PoolingRequestOutput, classified, lambda one: data_of(one[key]))
 
     def score(  # type: ignore[override]  # nanoinfer's score is another function
         self,
@@ -173,7 +194,8 @@ class LLM(llm.LLM):
         truncate_prompt_tokens: None: a text that is too long is refused
         """
         check_none("truncate_prompt_tokens", truncate_prompt_tokens, CUT_BEFORE)
-        dimensions_of(pooling_params)
+        if pooling_of(pooling_params).activation is False:
+            raise ValueError("activation=False: must be None or True in score: classify gives a head's own scores")
         firsts, seconds = as_pairs(data_1, data_2)
         if self.config.description.labels is None:
             return cosines(super().embed([*firsts, *seconds], use_tqdm=use_tqdm, **options))

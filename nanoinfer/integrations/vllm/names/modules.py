@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.beam_search_params import BeamSearchParams
 from nanoinfer.integrations.vllm.lora import LoRARequest
-from nanoinfer.integrations.vllm.names import pooling
+from nanoinfer.integrations.vllm.names import metrics, pooling
 from nanoinfer.integrations.vllm.names.command_line import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from nanoinfer.integrations.vllm.names.engine import AsyncLLMEngine, LLMEngine
 from nanoinfer.integrations.vllm.names.inputs import PromptType, TextPrompt, TokensPrompt
@@ -67,10 +67,7 @@ CONFIGS: Names = {
     **{name: Absent(name, NO_TRANSFER) for name in ("KVTransferConfig", "KVEventsConfig")},
     **{name: Absent(name, "LLM takes options one by one") for name in ("CompilationConfig", "VllmConfig")},
 }
-METRICS: Names = {
-    name: Absent(name, "llm.stats() counts what has been done")
-    for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")
-}
+METRICS = _named(metrics.Counter, metrics.Gauge, metrics.Histogram, metrics.Metric, metrics.Vector)
 POOLING = _named(pooling.PoolingParams)
 PARSERS = _named(FlexibleArgumentParser)
 PROMPTS = _named(TextPrompt, TokensPrompt, PromptType=PromptType)
@@ -129,6 +126,7 @@ MODULES: dict[str, Names] = {
     ".v1.engine": {},
     ".v1.metrics": {},
     ".v1.metrics.reader": METRICS,
+    ".v1.metrics.stats": _named(metrics.RequestStateStats),
     ".v1.engine.llm_engine": _named(LLMEngine),
     ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.integrations.vllm.lora import GivenLora, LoRARequest
+from nanoinfer.integrations.vllm.names.metrics import RequestStateStats, times_of
 from nanoinfer.requests import outputs
 
 
@@ -22,11 +23,12 @@ class RequestOutput(outputs.RequestOutput):
 
     lora_request: the one that the prompt came with, or None
     finished: whether all samples have ended; an output of a request that runs may come before
-    metrics, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
+    metrics: when things happened to it; None before its end
+    encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
     """
 
     __slots__ = ()
-    metrics = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
+    encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
 
     lora_request: LoRARequest | None
 
@@ -34,6 +36,11 @@ class RequestOutput(outputs.RequestOutput):
     def finished(self) -> bool:
         """Whether all samples have ended."""
         return bool(dict.get(self, "is_finished", True))
+
+    @property
+    def metrics(self) -> RequestStateStats | None:
+        """When things happened to it."""
+        return None if self.timings is None else times_of(self.timings, sum(len(one.token_ids) for one in self.samples))
 
 
 def renamed(output: outputs.RequestOutput, lora_request: LoRARequest | None) -> RequestOutput:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.checks import as_list, short
+from nanoinfer.checks import as_list, check_flag, short
 from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
 
@@ -17,8 +17,8 @@ from nanoinfer.requests.reading.outputs import EmbeddingOutput
 class PoolingParams:
     """How texts are read.
 
-    dimensions: of embeddings, as for nanoinfer.LLM.embed
-    normalize, activation, softmax: None or True: what the checkpoint says is done
+    dimensions, normalize: of embeddings, as for nanoinfer.LLM.embed
+    activation: False: a classifier's scores as its head gives them; None or True: as the checkpoint says
     """
 
     dimensions: int | None = None
@@ -30,9 +30,11 @@ class PoolingParams:
     task: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("normalize", "activation", "softmax"):
-            if (given := getattr(self, name)) not in (None, True):
-                raise ValueError(f"{name}={short(given)}: must be None or True: the checkpoint says what is done")
+        for name in ("normalize", "activation"):
+            if (given := getattr(self, name)) is not None:
+                setattr(self, name, check_flag(name, given))
+        if self.softmax not in (None, True):
+            raise ValueError(f"softmax={short(self.softmax)}: must be None or True: write activation=False")
         for name in ("step_tag_id", "returned_token_ids"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={short(getattr(self, name))}: must be None: a text is read as a whole")
@@ -122,16 +124,21 @@ def data_of(numbers: Any) -> PoolingOutput:
     return PoolingOutput(torch.from_numpy(numbers.copy()))
 
 
-def dimensions_of(pooling_params: Any) -> int | None:
-    """Return the dimensions that a call's PoolingParams ask for. Raises ValueError if they differ."""
+def pooling_of(pooling_params: Any) -> PoolingParams:
+    """Return the PoolingParams of a call, which are one for all texts. Raises ValueError if they differ."""
     asked = [pooling_params] if (listed := as_list(pooling_params)) is None else listed
     for one in asked:
         if one is not None and not isinstance(one, PoolingParams):
             raise ValueError(f"pooling_params={short(pooling_params)}: must be PoolingParams, or a list of them")
-    dimensions = {None if one is None else one.dimensions for one in asked} or {None}
-    if len(dimensions) > 1:
-        raise ValueError(f"pooling_params={short(pooling_params)}: must ask for the same dimensions in one call")
-    return dimensions.pop()
+    first, *others = [PoolingParams() if one is None else one for one in asked] or [PoolingParams()]
+    if any(other != first for other in others):
+        raise ValueError(f"pooling_params={short(pooling_params)}: must be equal in one call")
+    return first
+
+
+def probs_of(pooling_params: Any) -> str:
+    """Return the key of what a call asks for of a classifier."""
+    return "logits" if pooling_of(pooling_params).activation is False else "probs"
 
 
 def as_pairs(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
