@@ -74,6 +74,8 @@ def test_the_models_settings(llm: LLM) -> None:
     assert (config.model, config.tokenizer, config.dtype) == (llm.config.model, llm.config.model, torch.float32)
     assert config.hf_config.model_type == "qwen3"
     assert config.get_vocab_size() == config.hf_text_config.vocab_size == llm.config.description.vocab_size
+    assert llm.llm_engine.cache_config.enable_prefix_caching
+    assert llm.llm_engine.cache_config.num_gpu_blocks == llm.config.num_kvcache_blocks
     assert llm.llm_engine.get_model_config().max_model_len == config.max_model_len == llm.model_config.max_model_len
 
 
@@ -253,8 +255,13 @@ def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
     params = vllm.SamplingParams(temperature=0, max_tokens=4)
     ids = vllm_llm.tokenize(PROMPTS)
     expected = vllm_llm.generate(PROMPTS, params)
-    assert_equal(vllm_llm.generate(prompt_token_ids=ids, sampling_params=params), expected)
-    assert_equal(vllm_llm.generate(prompt_token_ids=ids[0], sampling_params=params), expected[:1])
+    for given, wanted in ((ids, expected), (ids[0], expected[:1])):
+        with pytest.warns(DeprecationWarning, match="'prompt_token_ids'"):
+            found = vllm_llm.generate(prompt_token_ids=given, sampling_params=params)
+        assert_equal(found, wanted)
+    with pytest.warns(DeprecationWarning, match="'prompt_token_ids'"):
+        (read,) = vllm_llm.encode(prompt_token_ids=ids[0], pooling_task="embed")
+    assert read.prompt_token_ids == ids[0]
     assert_equal(vllm_llm.generate([vllm.TokensPrompt(prompt_token_ids=own) for own in ids], params), expected)
     (output,) = vllm_llm.generate({"prompt": PROMPTS[0], "prompt_token_ids": ids[0]}, params)
     assert (output.prompt, output.token_ids) == (PROMPTS[0], expected[0].token_ids)
@@ -269,7 +276,8 @@ def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) ->
         vllm.SamplingParams(max_new_tokens=3)
     with pytest.raises(ValueError, match="prompts=None"):
         vllm_llm.generate()
-    with pytest.raises(ValueError, match="prompt_token_ids='ROMEO': must be a list of token ids"):
+    wrong = pytest.raises(ValueError, match="prompt_token_ids='ROMEO': must be a list of token ids")
+    with wrong, pytest.warns(DeprecationWarning, match="'prompt_token_ids'"):
         vllm_llm.generate(prompt_token_ids="ROMEO")
 
 
@@ -573,7 +581,11 @@ class TestReadingTexts:
             assert found[0].outputs.num_classes == labels
             scores = [pytest.approx(one.logits.tolist(), abs=1e-6) for one in expected]
             raw = vllm.PoolingParams(activation=False)
-            assert [one.outputs.data.tolist() for one in theirs.reward(list(self.TEXTS))] == scores
+            rewards = theirs.reward(list(self.TEXTS), pooling_params=vllm.PoolingParams(softmax=False))
+            assert [one.outputs.data.tolist() for one in rewards] == scores
+            assert [one.outputs.data.tolist() for one in theirs.reward(list(self.TEXTS))] == [
+                one.outputs.probs for one in found
+            ]
             assert [one.outputs.probs for one in theirs.classify(list(self.TEXTS), pooling_params=raw)] == scores
             encoded = theirs.encode(list(self.TEXTS), raw, pooling_task="classify")
             assert [one.outputs.data.tolist() for one in encoded] == scores
@@ -585,11 +597,9 @@ class TestReadingTexts:
     def test_what_cannot_be_read(self, vllm: ModuleType, vllm_llm: Any) -> None:
         with pytest.raises(ValueError, match="pooling_task='encode': must be 'embed' or 'classify'"):
             vllm_llm.encode(list(self.TEXTS))
-        for name in ("normalize", "activation"):
+        for name in ("normalize", "activation", "softmax"):
             with pytest.raises(ValueError, match=f"{name}='no': must be True or False"):
                 vllm.PoolingParams(**{name: "no"})
-        with pytest.raises(ValueError, match="softmax=False: must be None or True: write activation=False"):
-            vllm.PoolingParams(softmax=False)
         with pytest.raises(ValueError, match="activation=False: must be None or True in score"):
             vllm_llm.score("a", "b", pooling_params=vllm.PoolingParams(activation=False))
         with pytest.raises(ValueError, match=r"pooling_params=.*: must be equal in one call"):

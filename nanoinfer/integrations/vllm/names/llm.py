@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from operator import itemgetter
@@ -27,7 +28,6 @@ from nanoinfer.integrations.vllm.names.pooling import (
     cosines,
     data_of,
     pooling_of,
-    probs_of,
 )
 from nanoinfer.integrations.vllm.names.rules import Rules
 
@@ -67,13 +67,7 @@ class LLM(llm.LLM):
         sampling_params: as there; None: default_sampling_params()
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
-        if prompt_token_ids is not None:
-            ids = as_list(prompt_token_ids)
-            if ids is None:
-                raise ValueError(
-                    f"prompt_token_ids={short(prompt_token_ids)}: must be a list of token ids, or a list of such lists"
-                )
-            prompts = [ids] if ids and as_int(ids[0]) is not None else ids
+        prompts = _prompts_of(prompts, prompt_token_ids)
         params = self.params_of(sampling_params)
         found = super().generate(prompts, params, use_tqdm, **{**options, "lora_request": lora_request})
         return all_renamed(found, lora_request)
@@ -142,22 +136,23 @@ class LLM(llm.LLM):
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
     ) -> list[ClassificationRequestOutput]:
         """Compute what a classifier makes of each text, as nanoinfer.LLM does."""
-        key = probs_of(pooling_params)
+        key = "logits" if pooling_of(pooling_params).activation is False else "probs"
         found = super().classify(prompts, use_tqdm, **options)
         return all_read(ClassificationRequestOutput, found, lambda one: ClassificationData(one[key].tolist()))
 
     def reward(
         self, prompts: Any, *, use_tqdm: Any = True, pooling_params: Any = None, **options: Any
     ) -> list[PoolingRequestOutput]:
-        """Compute the scores of a classifier's head for each text, in outputs.data."""
-        pooling_of(pooling_params)
+        """Compute what a classifier makes of each text, in outputs.data; softmax=False: the scores of its head."""
+        key = "logits" if pooling_of(pooling_params).softmax is False else "probs"
         found = super().classify(prompts, use_tqdm, **options)
-        return all_read(PoolingRequestOutput, found, lambda one: data_of(one.logits))
+        return all_read(PoolingRequestOutput, found, lambda one: data_of(one[key]))
 
     def encode(
         self,
-        prompts: Any,
+        prompts: Any = None,
         pooling_params: Any = None,
+        prompt_token_ids: Any = None,
         *,
         use_tqdm: Any = True,
         pooling_task: str = "encode",
@@ -167,14 +162,16 @@ class LLM(llm.LLM):
 
         pooling_task: "embed": its embedding; "classify": what a classifier makes of it. Each token's own numbers, which
             vLLM's other tasks return, cannot be had
+        prompt_token_ids: as for generate
         """
+        prompts = _prompts_of(prompts, prompt_token_ids)
         task = getattr(pooling_params, "task", None) or pooling_task
         if task not in ("embed", "classify"):
             raise ValueError(f"pooling_task={short(task)}: must be 'embed' or 'classify': a text is read as a whole")
         if task == "embed":
             found = self._embedded(prompts, pooling_params, use_tqdm=use_tqdm, **options)
             return all_read(PoolingRequestOutput, found, lambda one: data_of(one.embedding))
-        key = probs_of(pooling_params)
+        key = "logits" if pooling_of(pooling_params).activation is False else "probs"
         classified = super().classify(prompts, use_tqdm, **options)
         return all_read(PoolingRequestOutput, classified, lambda one: data_of(one[key]))
 
@@ -203,3 +200,15 @@ class LLM(llm.LLM):
         for query, pairs in groupby(zip(firsts, seconds, strict=True), itemgetter(0)):
             found += super().rerank(query, [document for _, document in pairs], use_tqdm=use_tqdm, **options)
         return all_read(ScoringRequestOutput, found, lambda one: ScoringData(float(one.score)))
+
+
+def _prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
+    """Return the prompts of a call that may have tokens by their older name. Raises ValueError for what is none."""
+    if prompt_token_ids is None:
+        return prompts
+    warnings.warn("'prompt_token_ids' is an older name of prompts", DeprecationWarning, stacklevel=3)
+    if (ids := as_list(prompt_token_ids)) is None:
+        raise ValueError(
+            f"prompt_token_ids={short(prompt_token_ids)}: must be a list of token ids, or a list of such lists"
+        )
+    return [ids] if ids and as_int(ids[0]) is not None else ids

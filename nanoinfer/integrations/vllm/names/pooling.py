@@ -18,7 +18,8 @@ class PoolingParams:
     """How texts are read.
 
     dimensions, normalize: of embeddings, as for nanoinfer.LLM.embed
-    activation: False: a classifier's scores as its head gives them; None or True: as the checkpoint says
+    activation, softmax: False: a classifier's scores as its head gives them; None or True: as the checkpoint says.
+        softmax is that of reward
     """
 
     dimensions: int | None = None
@@ -30,11 +31,9 @@ class PoolingParams:
     task: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("normalize", "activation"):
+        for name in ("normalize", "activation", "softmax"):
             if (given := getattr(self, name)) is not None:
                 setattr(self, name, check_flag(name, given))
-        if self.softmax not in (None, True):
-            raise ValueError(f"softmax={short(self.softmax)}: must be None or True: write activation=False")
         for name in ("step_tag_id", "returned_token_ids"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}={short(getattr(self, name))}: must be None: a text is read as a whole")
@@ -134,11 +133,6 @@ def pooling_of(pooling_params: Any) -> PoolingParams:
     if any(other != first for other in others):
         raise ValueError(f"pooling_params={short(pooling_params)}: must be equal in one call")
     return first
-
-
-def probs_of(pooling_params: Any) -> str:
-    """Return the key of what a call asks for of a classifier."""
-    return "logits" if pooling_of(pooling_params).activation is False else "probs"
 
 
 def as_pairs(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
