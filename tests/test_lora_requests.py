@@ -82,7 +82,7 @@ class TestTheRequest:
             ({"lora_int_id": 0}, "lora_int_id=0: must be an integer of at least 1"),
             ({"lora_path": None}, "lora_path=None: must be a folder or a Hub id"),
             ({"load_inplace": "yes"}, "load_inplace='yes': must be True or False"),
-            ({"tensorizer_config_dict": {"a": 1}}, "tensorizer_config_dict={'a': 1}: must be None or empty: weights"),
+            ({"tensorizer_config_dict": {"a": 1}}, "tensorizer_config_dict={'a': 1}: must be None or empty: docs"),
             ({"lora_weights": {}}, "unknown argument 'lora_weights'"),
         ],
         ids=str,

@@ -628,7 +628,7 @@ def test_schemas_forbid_what_they_do_not_declare(vllm: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def ruled(vllm: ModuleType) -> Iterator[Any]:
-    forms = {"backend": "auto", "disable_any_whitespace": True}
+    forms = vllm.config.StructuredOutputsConfig(backend="auto", disable_any_whitespace=True)
     with vllm.LLM(BUNDLED_MODEL, max_logprobs=2, structured_outputs_config=forms, **CPU) as llm:
         yield llm
 

@@ -66,6 +66,7 @@ NO_ASSETS = "nothing is fetched: give images and frames of your own"
 CONFIGS: Names = {
     **{name: Absent(name, NO_TRANSFER) for name in ("KVTransferConfig", "KVEventsConfig")},
     **{name: Absent(name, "LLM takes options one by one") for name in ("CompilationConfig", "VllmConfig")},
+    "StructuredOutputsConfig": dict,  # LLM's options are mappings
 }
 METRICS = _named(metrics.Counter, metrics.Gauge, metrics.Histogram, metrics.Metric, metrics.Vector)
 POOLING = _named(pooling.PoolingParams)
@@ -83,71 +84,60 @@ MODULES: dict[str, Names] = {
         **OUTPUTS,
         **ENGINE_ARGS,
     },
-    ".assets": {},
     ".assets.audio": {"AudioAsset": Absent("AudioAsset", "of media there are images and frames of videos")},
     ".assets.image": {"ImageAsset": Absent("ImageAsset", NO_ASSETS)},
     ".assets.video": {"VideoAsset": Absent("VideoAsset", NO_ASSETS)},
     ".config": CONFIGS,
     ".distributed": GROUPS,
     ".distributed.parallel_state": GROUPS,
-    ".distributed.weight_transfer": {},
     ".distributed.weight_transfer.nccl_common": SENDING,
     ".distributed.weight_transfer.nccl_engine": SENDING,
     ".distributed.weight_transfer.packed_tensor": SENDING,
-    ".engine": {},
     ".engine.arg_utils": ENGINE_ARGS,
     ".engine.async_llm_engine": _named(AsyncLLMEngine),
     ".engine.llm_engine": _named(LLMEngine),
-    ".entrypoints": {},
     ".entrypoints.chat_utils": TEMPLATES,
     ".entrypoints.llm": _named(LLM),
     ".inputs": PROMPTS,
     ".inputs.data": PROMPTS,
     ".logprobs": LOGPROBS,
-    ".lora": {},
     ".lora.request": _named(LoRARequest),
-    ".multimodal": {},
     ".multimodal.image": _named(convert_image_mode),
     ".multimodal.utils": {"fetch_image": Absent("fetch_image", NO_ASSETS)},
     ".outputs": OUTPUTS,
     ".platforms": {"current_platform": Platform()},
     ".pooling_params": POOLING,
-    ".renderers": {},
     ".renderers.hf": TEMPLATES,
     ".sampling_params": SETTINGS,
     ".sequence": LOGPROBS,
     ".tokenizers": TOKENIZERS,
-    ".transformers_utils": {},
     ".transformers_utils.tokenizer": TOKENIZERS,
     ".utils": {**ADDRESSES, **PARSERS},
     ".utils.argparse_utils": PARSERS,
     ".utils.network_utils": ADDRESSES,
-    ".v1": {},
-    ".v1.engine": {},
-    ".v1.metrics": {},
     ".v1.metrics.reader": METRICS,
     ".v1.metrics.stats": _named(metrics.RequestStateStats),
     ".v1.engine.llm_engine": _named(LLMEngine),
     ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
 }
-"""Maps each module, behind "vllm", to its names. A module stands behind those that hold it."""
+"""Maps each module, behind "vllm", to its names."""
 
 
 def fill(package: str) -> None:
     """Give a package that is being imported its names, and its modules."""
     for suffix, names in MODULES.items():
-        if suffix:
-            _add(package + suffix)
-        vars(sys.modules[package + suffix]).update(names)
-    _add(f"{package}.envs", Environment)
+        vars(_module(package + suffix)).update(names)
+    _module(f"{package}.envs", Environment)
 
 
-def _add(name: str, kind: type[ModuleType] = ModuleType) -> None:
-    """Make an empty module, which holds others, and let the one that holds it know it."""
-    module = kind(name)
+def _module(name: str, kind: type[ModuleType] = ModuleType) -> ModuleType:
+    """Return a module, which is made if there is none, as are those that hold it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    module = sys.modules[name] = kind(name)
     module.__file__ = __file__  # the error for a name that it lacks says so
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []
-    sys.modules[name] = module
     holder, _, own = name.rpartition(".")
-    setattr(sys.modules[holder], own, module)
+    setattr(_module(holder), own, module)
+    return module
