@@ -593,6 +593,9 @@ class TestReadingTexts:
                 wanted = [float(one.score) for one in ours.rerank(self.TEXTS[0], list(self.TEXTS))]
                 scores = [one.outputs.score for one in theirs.score(self.TEXTS[0], list(self.TEXTS))]
                 assert scores == pytest.approx(wanted, abs=1e-6)
+                found = theirs.score(self.TEXTS[0], list(self.TEXTS), pooling_params=raw)
+                logits = torch.tensor([one.outputs.score for one in found])
+                assert logits.sigmoid().tolist() == pytest.approx(wanted, abs=1e-6)
 
     def test_what_cannot_be_read(self, vllm: ModuleType, vllm_llm: Any) -> None:
         with pytest.raises(ValueError, match="pooling_task='encode': must be 'embed' or 'classify'"):
@@ -600,8 +603,6 @@ class TestReadingTexts:
         for name in ("normalize", "activation", "softmax"):
             with pytest.raises(ValueError, match=f"{name}='no': must be True or False"):
                 vllm.PoolingParams(**{name: "no"})
-        with pytest.raises(ValueError, match="activation=False: must be None or True in score"):
-            vllm_llm.score("a", "b", pooling_params=vllm.PoolingParams(activation=False))
         with pytest.raises(ValueError, match=r"pooling_params=.*: must be equal in one call"):
             vllm_llm.embed(list(self.TEXTS), pooling_params=[vllm.PoolingParams(dimensions=size) for size in (4, 8)])
 

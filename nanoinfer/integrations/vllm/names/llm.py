@@ -191,15 +191,21 @@ class LLM(llm.LLM):
         truncate_prompt_tokens: None: a text that is too long is refused
         """
         check_none("truncate_prompt_tokens", truncate_prompt_tokens, CUT_BEFORE)
-        if pooling_of(pooling_params).activation is False:
-            raise ValueError("activation=False: must be None or True in score: classify gives a head's own scores")
+        is_raw = pooling_of(pooling_params).activation is False
         firsts, seconds = as_pairs(data_1, data_2)
         if self.config.description.labels is None:
             return cosines(super().embed([*firsts, *seconds], use_tqdm=use_tqdm, **options))
         found: list[Any] = []
         for query, pairs in groupby(zip(firsts, seconds, strict=True), itemgetter(0)):
-            found += super().rerank(query, [document for _, document in pairs], use_tqdm=use_tqdm, **options)
-        return all_read(ScoringRequestOutput, found, lambda one: ScoringData(float(one.score)))
+            documents = [document for _, document in pairs]
+            if is_raw:
+                self._classes.check("score", 1)
+                found += super().classify(list(self._pairs.prompts(query, documents, None)), use_tqdm, **options)
+            else:
+                found += super().rerank(query, documents, use_tqdm=use_tqdm, **options)
+        return all_read(
+            ScoringRequestOutput, found, lambda one: ScoringData(float(one.logits[0] if is_raw else one.score))
+        )
 
 
 def _prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
