@@ -12,9 +12,8 @@ from nanoinfer.checks import as_list, short
 from nanoinfer.integrations.vllm.lora import LoRARequest, NoRoomError, loras_of
 from nanoinfer.integrations.vllm.methods import EngineNames, ModelConfig, tokenizer_of
 from nanoinfer.integrations.vllm.names.command_line import Options
-from nanoinfer.integrations.vllm.names.growing import Growing
 from nanoinfer.integrations.vllm.names.llm import LLM
-from nanoinfer.integrations.vllm.names.outputs import RequestOutput, renamed
+from nanoinfer.integrations.vllm.names.outputs import Growing, RequestOutput, renamed
 from nanoinfer.integrations.vllm.names.params import RequestOutputKind
 from nanoinfer.requests import outputs
 from nanoinfer.requests.outputs import StreamOutput

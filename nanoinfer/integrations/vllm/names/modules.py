@@ -13,24 +13,28 @@ from nanoinfer.integrations.vllm.lora import LoRARequest
 from nanoinfer.integrations.vllm.names import metrics, pooling
 from nanoinfer.integrations.vllm.names.command_line import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from nanoinfer.integrations.vllm.names.engine import AsyncLLMEngine, LLMEngine
-from nanoinfer.integrations.vllm.names.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoinfer.integrations.vllm.names.llm import LLM
 from nanoinfer.integrations.vllm.names.outputs import CompletionOutput, RequestOutput
 from nanoinfer.integrations.vllm.names.params import (
     GuidedDecodingParams,
+    PromptType,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
 )
-from nanoinfer.integrations.vllm.names.processes import (
+from nanoinfer.integrations.vllm.names.surroundings import (
     Absent,
+    Environment,
+    Platform,
     cleanup_dist_env_and_memory,
+    convert_image_mode,
     destroy_distributed_environment,
     destroy_model_parallel,
     get_ip,
     get_open_port,
 )
-from nanoinfer.integrations.vllm.names.surroundings import Environment, Platform, convert_image_mode
 from nanoinfer.integrations.vllm.names.tokenizers import get_tokenizer, resolve_chat_template
 from nanoinfer.logprob import LogProb
 

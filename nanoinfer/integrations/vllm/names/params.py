@@ -1,4 +1,4 @@
-"""Settings with vLLM's defaults and under all of its names."""
+"""Prompts as vLLM's programs write them, and settings with its defaults and under all of its names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,36 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypedDict
 
 from nanoinfer import sampling_params
 from nanoinfer.checks import short
+from nanoinfer.requests.inputs import Prompt
+
+PromptType = Prompt
 
 MAX_TOKENS = 16  # vLLM's default
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt's text; what else vLLM allows beside it, generate checks."""
+
+    prompt: str
+    multi_modal_data: Any
+    multi_modal_uuids: Any
+    mm_processor_kwargs: Any
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt's tokens; what else vLLM allows beside them, generate checks."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    multi_modal_data: Any
+    multi_modal_uuids: Any
+    mm_processor_kwargs: Any
+    cache_salt: str
 
 
 class RequestOutputKind(Enum):
