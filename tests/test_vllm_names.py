@@ -75,7 +75,8 @@ def test_the_models_settings(llm: LLM) -> None:
     assert config.hf_config.model_type == "qwen3"
     assert config.get_vocab_size() == config.hf_text_config.vocab_size == llm.config.description.vocab_size
     assert llm.llm_engine.cache_config.enable_prefix_caching
-    assert llm.llm_engine.cache_config.num_gpu_blocks == llm.config.num_kvcache_blocks
+    assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == llm.config.num_kvcache_blocks
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == llm.config.max_num_seqs
     assert llm.llm_engine.get_model_config().max_model_len == config.max_model_len == llm.model_config.max_model_len
 
 

@@ -82,6 +82,7 @@ class EngineNames:
 
     model_config: the model's settings, by vLLM's names
     cache_config: enable_prefix_caching, which is True, and block_size and num_gpu_blocks of the KV cache
+    vllm_config: these two, and the options max_num_seqs and max_num_batched_tokens in its scheduler_config
     tokenizer: the LLM's; None if there is none
     model_executor: has model_executor.driver_worker.model_runner.model.load_weights(named_tensors), which is
         llm.update_weights(named_tensors, partial=True). To delete it closes the LLM
@@ -93,6 +94,9 @@ class EngineNames:
         self.model_config = ModelConfig(llm.config)
         blocks = {"block_size": llm.config.kvcache_block_size, "num_gpu_blocks": llm.config.num_kvcache_blocks}
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, **blocks)
+        self.vllm_config = SimpleNamespace(
+            model_config=self.model_config, cache_config=self.cache_config, scheduler_config=llm.config
+        )
         self.tokenizer = llm.tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -137,7 +141,7 @@ class EngineNames:
     if not TYPE_CHECKING:  # as above
 
         def __getattr__(self, name: str) -> Any:
-            known = "model_config, cache_config, tokenizer, model_executor, get_model_config(), add_lora() and the like"
+            known = "model_config, vllm_config, tokenizer, model_executor, get_model_config(), add_lora() and the like"
             raise AttributeError(f"llm.llm_engine has no {name!r}: it has {known}; llm's own methods do the rest")
 
 
