@@ -245,7 +245,8 @@ class LLMEngine(EngineClient):
         num_cut = self.matchers.read(done.seqs, draws.tokens) if done.guided else 0
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, draws.tokens, strict=True))
         ended += self._end_guided(done.guided)
-        record_tokens(done.step, done.seqs, done.tokens.extras, draws.proposed)
+        with fresh_torch_state():
+            record_tokens(done.step, done.seqs, done.tokens.extras, draws.proposed)
         failed += self._fail(without_token(done.seqs, draws.lasts, self.config.dtype))
         done.note_ends([*failed, *ended], draws, num_dropped + num_cut)
         self.counters.note_step(result, self.on_step)

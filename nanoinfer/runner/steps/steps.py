@@ -122,10 +122,11 @@ class Steps:
         if not message.joins:
             return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
-        for row, join in enumerate(message.joins, message.num_rows):
+        rows = self.batch.join(prompts)  # first: the table counts them, and so forgets what an interrupt leaves of them
+        for row, join in enumerate(message.joins, rows.start):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
-        return Launched(self.batch.join(prompts), logits, extras)
+        return Launched(rows, logits, extras)
 
     def forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> None:
         """Run the model over the first rows' last tokens, and over guesses behind these, all of it on the device."""
