@@ -6,7 +6,8 @@ Wall time depends on what else runs, so that no bound can hold it; --durations p
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,21 +29,22 @@ NAME = "CPU seconds"  # of a report's property
 
 def cpu_seconds() -> float:
     """Return what this process and those below it have computed, and those that ended and were waited for."""
-    parents, ticks = dict[int, int](), dict[int, int]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    return sum(ticks[pid] for pid in ticks if is_below(pid, parents)) / TICKS
+    return sum(map(ticks_of, below(os.getpid()))) / TICKS
 
 
-def is_below(pid: int, parents: dict[int, int]) -> bool:
-    """Whether a process is this one, or was started by it or by one below it."""
-    while pid not in (0, os.getpid()):
-        pid = parents.get(pid, 0)
-    return pid != 0
+def below(pid: int) -> Iterator[int]:
+    """Yield a process and those that it started, or one below it: each of its threads has started some."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            for child in children.read_text().split():
+                yield from below(int(child))
+
+
+def ticks_of(pid: int) -> int:
+    with suppress(OSError):
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return 0
 
 
 class Costs:
