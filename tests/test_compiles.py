@@ -84,7 +84,11 @@ def cases() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Ask a process that compiles."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "TRITON_DISABLE_LINE_INFO": "1",  # of no use here
+    }
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, SCRIPT], env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None
