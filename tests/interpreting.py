@@ -43,14 +43,17 @@ def keep_types() -> None:
 
 def keep_shapes() -> None:
     """Let types of blocks share what their shape says, and tensors what their type says: most live for one sum."""
-    tl = interpreter.tl
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
     init_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
+    broadcast, equals = semantic.broadcast_impl_value, tl.core.tuple.__eq__
     of_types, of_tensors = dict[tuple[Any, ...], dict[str, Any]](), dict[str, dict[str, Any]]()
+    shapes = dict[tuple[Any, ...], Any]()
 
     def init_known_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape])
         if key not in of_types:
             init_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(key[1:], self.shape)
             of_types[key] = dict(self.__dict__)
         self.__dict__.update(of_types[key])
 
@@ -60,7 +63,13 @@ def keep_shapes() -> None:
             of_tensors[type.name] = dict(self.__dict__)
         self.__dict__.update(of_tensors[type.name], handle=handle, type=type)
 
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+        is_alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if is_alike else broadcast(self, lhs, rhs)
+
     tl.block_type.__init__, tl.tensor.__init__ = init_known_type, init_known_tensor
+    semantic.broadcast_impl_value = broadcast_unlike
+    tl.core.tuple.__eq__ = lambda self, other: tl.constexpr(True) if self is other else equals(self, other)
     tl.block_type.with_element_ty = cache_by_name(tl.block_type.with_element_ty)
     tl.block_type.to_ir = cache_by_name(tl.block_type.to_ir)
 
