@@ -54,8 +54,16 @@ DENSE = {
             "tie_word_embeddings": True,
         },
     ),
+    "helium": Case("HeliumForCausalLM", "helium", {"hidden_size": 64}),
+    "helium biases": Case("HeliumForCausalLM", "helium", {"hidden_size": 64, "attention_bias": True, "mlp_bias": True}),
     "mistral": Case("MistralForCausalLM", "mistral", {"sliding_window": None}),
     "mistral window": Case("MistralForCausalLM", "mistral", {"sliding_window": 24}),
+    "ministral": Case("MinistralForCausalLM", "ministral", {"sliding_window": 24}),
+    "ministral windows in some layers": Case(
+        "MinistralForCausalLM",
+        "ministral",
+        {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
     "ministral3": Case(
         "Ministral3ForCausalLM",
         "ministral3",

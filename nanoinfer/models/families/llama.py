@@ -35,6 +35,18 @@ def describe_seed_oss(config: PretrainedConfig) -> Description:
     )
 
 
+def describe_helium(config: PretrainedConfig) -> Description:
+    """Describe a Helium model (Kyutai, 2025): heads are rotated in pairs of neighbours; o has no bias."""
+    refuse_windows(config)
+    rope = read_rope(config, head_dim_of(config), interleaved=True)
+    return describe_common(
+        config,
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
 def describe_ernie4_5(config: PretrainedConfig) -> Description:
     """Describe a dense ERNIE 4.5 model (Baidu, 2025): heads are rotated in pairs of neighbours."""
     refuse_windows(config)
