@@ -35,6 +35,7 @@ class Attention(nn.Module):
         full_norms: FullWidth | None = None,
         parts: Parts = "qkv",
         value_norm: bool = False,
+        sinks: tuple[str, ...] = ("sinks",),
     ) -> None:
         """Store the layer's settings.
 
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
         norms: the norm of the queries, and that of the keys unless another layer writes these; None: the model has none
         full_norms: given if each norm goes over all heads of a token at once
-        parts, value_norm: as for norm_rotate_store
+        parts, value_norm: as for norm_rotate_store; sinks: the names that those of `scoring` may have
         """
         super().__init__()
         self.name, self.tp = name, tp
@@ -58,6 +59,7 @@ class Attention(nn.Module):
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None or norms[1] is None else norms[1].norm
         self.parts, self.value_norm = parts, value_norm
+        self.sink_names = sinks
 
     def forward(self, qkv: Tensor, context: Context) -> Tensor:
         """Attend from a step's tokens.
@@ -90,7 +92,10 @@ class Attention(nn.Module):
         """Yield the shards of the sinks, and of the scales that a checkpoint may have for a KV cache of FP8."""
         sinks = self.scoring.sinks
         if sinks is not None:
-            yield Shard(f"{self.name}.sinks", sinks, (self.tp.size * len(sinks),), self.tp.rank * len(sinks))
+            first, *others = (f"{self.name}.{name}" for name in self.sink_names)
+            where = sinks, (self.tp.size * len(sinks),), self.tp.rank * len(sinks)
+            yield Shard(first, *where)
+            yield from (Shard(other, *where, replaces=(first,)) for other in others)
         assert self.scoring.kv_scales is not None
         for scale, kind in zip(self.scoring.kv_scales.split(1), "kv", strict=True):
             for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):

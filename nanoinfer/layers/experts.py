@@ -130,17 +130,19 @@ class SharedExpert(nn.Module):
         bias: bool = False,
         formats: Formats = PLAIN_FORMATS,
         unit: int = 1,
+        projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """modules: the expert's module, and others that a checkpoint may name instead
+        """modules: the expert's module, and others that a checkpoint may name instead; projections: those in it
 
         bias, formats: as for linear layers; unit: so many neighbours of the size stay on one rank
         """
         super().__init__()
         self.module_names = modules
-        gate_up = side_by_side((f"{modules[0]}.gate_proj", f"{modules[0]}.up_proj"), (size // unit, size // unit), unit)
+        *above, down = (f"{modules[0]}.{name}" for name in projections)
+        gate_up = side_by_side(tuple(above), (size // unit, size // unit), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, bias, formats)
         self.activation = activation
-        self.down_proj = RowParallelLinear(f"{modules[0]}.down_proj", size, hidden_size, tp, bias, formats, unit)
+        self.down_proj = RowParallelLinear(down, size, hidden_size, tp, bias, formats, unit)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Return this rank's part of the result, or all of it if ranks split outputs: [tokens, hidden_size]."""

@@ -40,7 +40,8 @@ class ModuleNames:
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
     corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
     expert_factors: a factor of each expert's weights, by each name; empty: the model has none
-    shared_experts: the module of the shared expert, by each name
+    shared_experts: the module of the shared expert, by each name; shared_projections: in it, as gate_up and down are
+    sinks: the learned scores of Description.sinks in attention's module, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
@@ -65,6 +66,8 @@ class ModuleNames:
     correction_is_row: bool = False
     expert_factors: tuple[str, ...] = ()
     shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
+    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    sinks: tuple[str, ...] = ("sinks",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"

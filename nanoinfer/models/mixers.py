@@ -87,6 +87,7 @@ class SelfAttention(nn.Module):
             _full_width(model, heads, tp),
             heads.parts,
             model.value_norm,
+            model.names.sinks,
         )
         self.o_proj = RowParallelLinear(
             prefix + model.names.o,

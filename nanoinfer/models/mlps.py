@@ -80,7 +80,8 @@ def _make_shared(
 ) -> SharedExpert | GatedSharedExpert:
     modules = tuple(prefix + name for name in model.names.shared_experts)
     unit = _unit_of(size, model, tp)
-    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.formats, unit)
+    how = tp, model.mlp_bias, model.formats, unit, model.names.shared_projections
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, *how)
     return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 

@@ -194,6 +194,16 @@ DENSE = {
             "mlp_bias": True,
         },
     ),
+    "hyperclovax": Case(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        {"logits_scaling": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    ),
+    "hyperclovax without norms of results, biases": Case(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        {"use_post_norm": False, "residual_multiplier": 0.4, "attention_bias": True, "mlp_bias": True},
+    ),
     "graniteswa": Case("GraniteSWAForCausalLM", "granite_swa", {"attention_multiplier": 0.2}),
     "graniteswa windows, layers without rope, biases": Case(
         "GraniteSWAForCausalLM",

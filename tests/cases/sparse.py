@@ -30,10 +30,47 @@ SPARSE = {
             "tie_word_embeddings": True,
         },
     ),
+    "granitemoeshared": Case(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "residual_multiplier": 0.4},
+    ),
+    "granitemoeshared without a shared expert": Case(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    ),
     "granitemoeswa": Case(
         "GraniteMoeSWAForCausalLM",
         "granitemoe_swa",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "logits_scaling": 2.5},
+    ),
+    "flint": Case(
+        "FlintForCausalLM",
+        "flint",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "flint biases, weights as they are": Case(
+        "FlintForCausalLM",
+        "flint",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 17,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "olmoe": Case("OlmoeForCausalLM", "olmoe", {**EXPERTS, "hidden_size": 64}),
     "olmoe biases": Case(

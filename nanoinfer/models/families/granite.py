@@ -1,19 +1,22 @@
 """Granite (IBM, 2024): Llama with multipliers of the embeddings, the scores, the branches' results and the logits.
 
-The layers of GraniteMoe have experts. Those of GraniteSWA (IBM, 2026), with experts or without, have sinks and windows.
+The layers of GraniteMoe have experts, those of GraniteMoeShared (IBM, 2025) one more that every token uses. Those of
+GraniteSWA (IBM, 2026), with experts or without, have sinks and windows. HyperCLOVA X (NAVER, 2025) has its multipliers.
 """
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.checks import as_int
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive, refuse
+from nanoinfer.models.settings import head_dim_of, of_layers, positive, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +32,9 @@ MOE_NAMES = ModuleNames(
 )
 
 
+SHARED_NAMES = replace(MOE_NAMES, shared_experts=("shared_mlp",), shared_projections=("input_linear", "output_linear"))
+
+
 def describe_granite(config: PretrainedConfig) -> Description:
     """Describe a Granite model: four multipliers, and biases if the config has them."""
     return _describe(config, mlp_bias=config.mlp_bias)
@@ -37,6 +43,29 @@ def describe_granite(config: PretrainedConfig) -> Description:
 def describe_moe(config: PretrainedConfig) -> Description:
     """Describe a Granite model of experts: all layers have them, and a token's weights add up to 1."""
     return _describe(config, names=MOE_NAMES, experts=_read_experts(config))
+
+
+def describe_moe_shared(config: PretrainedConfig) -> Description:
+    """Describe a GraniteMoeShared model: each layer has one more expert, which every token uses, if it has a size."""
+    experts = _read_experts(config)
+    if experts is None or as_int(config.shared_intermediate_size) == 0:
+        return describe_moe(config)
+    experts = replace(experts, shared_size=size_of(config, "shared_intermediate_size"))
+    return _describe(config, names=SHARED_NAMES, experts=experts)
+
+
+def describe_hyperclovax(config: PretrainedConfig) -> Description:
+    """Describe a HyperCLOVA X model: its logits are multiplied, and its branches' results may have norms."""
+    names = ModuleNames()
+    if config.use_post_norm:
+        if config.residual_multiplier != 1:
+            raise ValueError(
+                f"model: residual_multiplier={config.residual_multiplier!r} in its config: must be 1 with"
+                " use_post_norm=True, whose norms come before it"
+            )
+        names = ModuleNames(attention_post_norm="post_norm1", mlp_post_norm="post_norm2")
+    scale = positive("logits_scaling", config.logits_scaling)
+    return _describe(config, names=names, mlp_bias=config.mlp_bias, logit_scale=scale)
 
 
 def describe_swa(config: PretrainedConfig) -> Description:
@@ -70,14 +99,13 @@ def _read_rope(config: PretrainedConfig, theta: float) -> Rope:
 
 
 def _describe(config: PretrainedConfig, window: int | None = None, **own: Any) -> Description:
-    return describe_common(
-        config,
-        windows=read_windows(config, window),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        embedding_scale=positive("embedding_multiplier", config.embedding_multiplier),
-        attention_scale=positive("attention_multiplier", config.attention_multiplier),
-        residual_scale=positive("residual_multiplier", config.residual_multiplier),
-        logit_scale=1 / positive("logits_scaling", config.logits_scaling),
-        **own,
-    )
+    fields = {
+        "windows": read_windows(config, window),
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "embedding_scale": positive("embedding_multiplier", config.embedding_multiplier),
+        "attention_scale": positive("attention_multiplier", config.attention_multiplier),
+        "residual_scale": positive("residual_multiplier", config.residual_multiplier),
+        "logit_scale": 1 / positive("logits_scaling", config.logits_scaling),
+    }
+    return describe_common(config, **(fields | own))
