@@ -182,7 +182,7 @@ class LogitsProcessors:
         if masks is None:
             return
         words = upload(masks.words, self.device).view(len(masks.guesses), -1)
-        behind = upload(masks.behind, self.device).view(-1, words.shape[1])
+        behind = upload(masks.behind, self.device).view(-1, words.shape[1]) if masks.behind else words[:0]
         begin, first = 0, 0
         for size in sizes:
             count = sum(masks.guesses[begin : begin + size])
