@@ -196,6 +196,18 @@ def choices(own: Budget, count: int, rows: int = 1, share: float = 0.0, busy: fl
 
 
 class TestBudget:
+    def test_larger_steps_than_those_timed_go_on_as_the_timed_ones_do(self) -> None:
+        """A step of more tokens takes less than so many times as long: it reads the weights once for all."""
+        sizes = [(1, 4), (1, 19), (1, 64)]
+        own = Budget(sizes, {(1, 0): 0.10, (1, 4): 0.10 * 5**0.5}, max_guesses=64, may_decline=False)
+        assert own._times[1, 19] == pytest.approx(0.10 * 20**0.5)
+        own = Budget(sizes, {(1, 0): 0.10, (1, 4): 0.09}, max_guesses=64, may_decline=False)
+        assert own._times[1, 64] == 0.09
+        own = Budget(sizes, {(1, 0): 0.10, (1, 4): 0.90}, max_guesses=64, may_decline=False)
+        assert own._times[1, 64] == pytest.approx(13 * 0.90)
+        own = Budget(sizes, {(1, 4): 0.15}, max_guesses=64, may_decline=False)
+        assert own._times[1, 64] == pytest.approx(13 * 0.15)
+
     def test_guesses_that_bring_nothing_are_tried_now_and_then(self) -> None:
         chosen = choices(budget(may_decline=True), 1000)
         tried = [step for step, guesses in enumerate(chosen) if guesses]

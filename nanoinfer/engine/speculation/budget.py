@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from itertools import pairwise
+from math import log
 from statistics import median
 from typing import NamedTuple
 
@@ -45,15 +46,15 @@ class Budget:
     def __init__(self, sizes: list[Size], times: Mapping[Size, float], max_guesses: int, may_decline: bool) -> None:
         """sizes: of the verifying steps that there are; a step takes the next larger number of rows.
 
-        times: seconds of some sizes, and of plain steps, which have 0 places; others are estimated by their tokens
+        times: seconds of some sizes, and of plain steps, which have 0 places; others are estimated by their tokens, of
+            which a plain step has one for each row
         may_decline: no guess is verified where plain steps are expected to be faster
         """
         self._rows = sorted({rows for rows, _ in sizes})
         self._options = {rows: sorted(guesses for own, guesses in sizes if own == rows) for rows in self._rows}
         plain = {rows: seconds for (rows, guesses), seconds in times.items() if guesses == 0}
-        verifying = _fill(
-            {sum(size): seconds for size, seconds in times.items() if size[1]}, max(map(sum, sizes), default=0)
-        )
+        known = plain | {sum(size): seconds for size, seconds in times.items() if size[1]}
+        verifying = _fill(known, max(map(sum, sizes), default=0))
         self._plain_times = _fill(plain, self._rows[-1] if self._rows else 0)
         self._times = {size: times.get(size, verifying[sum(size)]) for size in sizes}
         self._max_guesses = max_guesses
@@ -172,13 +173,19 @@ class Budget:
 
 
 def _fill(known: Mapping[int, float], most: int) -> list[float]:
-    """Return the times for 0 to `most` of something, on straight lines between those that are known."""
+    """Return the times for 0 to `most` of something, on straight lines between those that are known.
+
+    Behind the last, they grow with a power of the number, that from the first to the last, in proportion at most.
+    """
     if not known:
         return [1.0] * (most + 1)
     points = sorted(known.items())
     times = [points[0][1]] * (points[0][0] + 1)
     for (low, before), (high, after) in pairwise(points):
         times += [before + (after - before) * (place - low) / (high - low) for place in range(low + 1, high + 1)]
-    slope = points[-1][1] / max(1, points[-1][0])  # behind the last, times grow in proportion at most
-    times += [slope * place for place in range(len(times), most + 1)]
+    (first, least), (last, longest) = points[0], points[-1]
+    power = 1.0
+    if 0 < first < last and least > 0:
+        power = min(1.0, max(0.0, log(longest / least) / log(last / first)))
+    times += [longest * (place / last) ** power for place in range(len(times), most + 1)]
     return times[: most + 1]

@@ -13,7 +13,7 @@ from nanoinfer.runner.steps.steps import Steps
 
 RUNS = 2  # of each size; the faster one counts
 CPU_ROWS = 1, 4, 16  # whose steps are timed on the CPU
-CPU_SECONDS = 0.3  # behind so many, no larger step is timed on the CPU
+CPU_SECONDS = 0.3  # behind so many, only what estimates need is timed on the CPU, once
 LENGTH = 64  # tokens of each row's text: some repeat, so that a drafter has all guesses
 
 
@@ -26,8 +26,8 @@ def time_steps(
 ) -> dict[VerifySize, float]:
     """Return the seconds of a step of each size, and of plain steps of as many rows, whose size has 0 guesses.
 
-    On the CPU the smaller sizes suffice. The rows have texts of random tokens, so that experts are chosen as usual.
-    They are empty again behind it.
+    On the CPU some of the smaller sizes suffice. Among them are a step of one token, and the largest of one row. The
+    rows have texts of random tokens, so that experts are chosen as usual. They are empty again behind it.
 
     sizes: of verifying steps; run: runs a step of so many rows and guesses
     agree: returns what the ranks agree on, of each rank's own seconds
@@ -36,9 +36,11 @@ def time_steps(
     rows = {size[0] for size in timed}
     trial = TrialRows(config, steps, max(rows, default=0))
     seconds: dict[VerifySize, float] = {}
+    needed = {(1, 0), max((size for size in timed if size[0] == 1), default=(1, 0))}
     for size in sorted({*timed, *((count, 0) for count in rows)}):
-        if config.device == "cuda" or RUNS * sum(seconds.values()) < CPU_SECONDS:
-            seconds[size] = agree(min(_seconds(trial, run, size) for _ in range(RUNS)))
+        is_soon = config.device == "cuda" or RUNS * sum(seconds.values()) < CPU_SECONDS
+        if is_soon or size in needed:
+            seconds[size] = agree(min(_seconds(trial, run, size) for _ in range(RUNS if is_soon else 1)))
     trial.clear()
     return seconds
 
