@@ -259,7 +259,7 @@ def test_the_kernel_accepts_as_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("write", [write_last_tokens_reference, write_last_tokens_triton])
 def test_last_tokens_come_into_the_texts(write: Callable[..., None]) -> None:
     texts, lengths = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    args = texts, lengths, ints([2, -1, 0, 1]), ints([5, -1, 7, 8]), ints([11, 12, 13, 14])
+    args = texts, lengths, ints([2, -1, 0, 1, -1]), ints([5, -1, 7, 8, 3]), ints([11, 12, 13, 14, 15])
     _, (tokens, lengths, *_) = on_device(write, *args)
     expected = torch.zeros(4, 8, dtype=torch.int32)
     expected[2, 5], expected[0, 7] = 11, 13

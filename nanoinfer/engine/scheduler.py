@@ -315,7 +315,7 @@ class Scheduler:
             filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
             filled += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
         else:  # it has computed the keys and values of the last known token
-            filled = [(seq, len(seq)) for seq in step.due]
+            filled = [(seq, min(len(seq), seq.end - 1)) for seq in step.due]
         for seq, end in filled:
             if not seq.is_finished:
                 self._keep(seq, end)  # of a prompt, `schedule` has recorded it

@@ -315,7 +315,9 @@ class ModelRunner:
 
     def _decode(self, message: DecodeMessage) -> Launched:
         kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
-        return self._forward(message.num_rows, kind, message.max_context_len)
+        launched = self._forward(message.num_rows, kind, message.max_context_len)
+        launched.extras = self.steps.extras_of(launched)
+        return launched
 
     def _forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> Launched:
         """Replay the model of a decode step, or launch it if it was not captured."""

@@ -108,7 +108,7 @@ class Forecast:
 
 def _position(seq: Sequence) -> int:
     """Return how many of a sequence's tokens the KV cache holds when its prompt is computed, or now, if it is."""
-    return len(seq) if seq.status is SequenceStatus.WAITING else seq.num_scheduled
+    return len(seq) if seq.status is SequenceStatus.WAITING else min(seq.num_scheduled, seq.end - 1)
 
 
 def _steps_left(seq: Sequence) -> int:

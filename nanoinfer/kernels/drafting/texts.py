@@ -15,8 +15,8 @@ def write_last_tokens(tokens: Tensor, lengths: Tensor, slots: Tensor, positions:
     """Write each row's last token behind the others of its text, before a step computes it.
 
     tokens: [slots, width] int32, a text in each slot; lengths: [slots] int32
-    slots, positions, last_tokens: [rows] int32; a row's text ends with the token at its position; -1: an empty row. A
-        position behind the width, which only a trial has, is not written
+    slots, positions, last_tokens: [rows] int32; a row's text ends with the token at its position; -1: an empty row.
+        Only a trial has a position behind the width, or one without a slot; nothing is written for these
     """
     function = write_last_tokens_triton if tokens.is_cuda else write_last_tokens_reference
     function(tokens, lengths, slots, positions, last_tokens)
@@ -26,7 +26,7 @@ def write_last_tokens_reference(
     tokens: Tensor, lengths: Tensor, slots: Tensor, positions: Tensor, last_tokens: Tensor
 ) -> None:
     """write_last_tokens in torch."""
-    filled = (positions >= 0) & (positions < tokens.shape[1])
+    filled = (slots >= 0) & (positions >= 0) & (positions < tokens.shape[1])
     own, at = slots[filled], positions[filled]
     tokens[own, at] = last_tokens[filled]
     lengths[own] = at + 1
@@ -65,8 +65,8 @@ def _write_kernel(
     wait_for_predecessor(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions_ptr + row, mask=row < rows, other=-1)
-    filled = (position >= 0) & (position < width)
-    slot = tl.load(slots_ptr + row, mask=filled, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)
+    filled = (slot >= 0) & (position >= 0) & (position < width)
     last = tl.load(last_tokens_ptr + row, mask=filled, other=0)
     tl.store(tokens_ptr + slot * width + position, last, mask=filled)
     tl.store(lengths_ptr + slot, position + 1, mask=filled)

@@ -166,14 +166,20 @@ class Steps:
 
     def launched(self, num_rows: int, size: int, kind: DecodeKind) -> Launched:
         """Return the step whose model `forward` has run over so many rows. size: the empty ones too"""
-        if kind.guesses == 0:
-            return Launched(slice(num_rows), self.logits[:num_rows], self.extras(num_rows), None, (size, 0))
-        assert self.verifier is not None
-        places = self.verifier.places(size, kind.guesses)
-        extras = self.extras(len(places.tokens))
-        if extras.experts is not None:
-            extras.experts = extras.experts[self.verifier.lines(places, num_rows)]
-        return Launched(slice(num_rows), self.logits[: len(places.tokens)], extras, places, (size, kind.guesses))
+        places = None
+        if kind.guesses:
+            assert self.verifier is not None
+            places = self.verifier.places(size, kind.guesses)
+        num_lines = num_rows if places is None else len(places.tokens)
+        return Launched(slice(num_rows), self.logits[:num_lines], Extras(), places, (size, kind.guesses))
+
+    def extras_of(self, launched: Launched) -> Extras:
+        """Return what a decode step gives beside its tokens, but for what its draw adds."""
+        extras = self.extras(len(launched.logits))
+        if launched.places is not None and extras.experts is not None:
+            assert self.verifier is not None
+            extras.experts = extras.experts[self.verifier.lines(launched.places, launched.rows.stop)]
+        return extras
 
     def sample(self, launched: Launched) -> tuple[StepLines, Tensor]:
         """Draw behind all lines of a step by temperature alone; returns the lines, and the tokens: [lines] int32."""
