@@ -170,6 +170,7 @@ class AsyncLLMEngine:
         """make: makes the LLM. Raises what it raises."""
         self._lines: dict[str, Line] = {}  # of requests that somebody waits for
         self._held: set[str] = set()  # of these, those for whose adapters there was no room
+        self._num_ended = 0  # requests
         self._thread = LLMThread(make, _tell)
         try:
             self._llm = self._call(lambda llm: llm)
@@ -213,14 +214,16 @@ class AsyncLLMEngine:
             max_tokens = getattr(sampling_params, "max_tokens", None)
             self._thread.submit(line, prepare, max_tokens, streams, at_once=lora_request is not None)
 
-        is_finished = False
+        is_finished, num_ended = False, self._num_ended
         try:
             submit()
             while not is_finished:
                 answer = await line.answers.get()
-                if isinstance(answer, NoRoomError) and len(self._held | {request_id}) < len(self._lines):
+                makes_room = len(self._held | {request_id}) < len(self._lines) or self._num_ended > num_ended
+                if isinstance(answer, NoRoomError) and makes_room:  # who runs, or has ended since
                     self._held.add(request_id)
                     await asyncio.sleep(SOON)
+                    num_ended = self._num_ended
                     submit()
                     continue
                 if isinstance(answer, BaseException):
@@ -231,6 +234,7 @@ class AsyncLLMEngine:
                 yield output
         finally:
             del self._lines[request_id]
+            self._num_ended += 1
             self._held.discard(request_id)
             if not is_finished:
                 self._thread.abort(line)
