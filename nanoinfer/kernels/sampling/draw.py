@@ -50,7 +50,7 @@ def draw(
 
 
 class MaskedLines(NamedTuple):
-    """Lines of logits that are drawn by masks. No two of them stand in the same place.
+    """Lines of logits that are drawn by masks. Of those in one place, all are alike.
 
     places: [lines] int64, where they stand among all places
     rows: [lines] int64, whose temperatures and seeds they take

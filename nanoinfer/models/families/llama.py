@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
@@ -37,27 +37,19 @@ def describe_seed_oss(config: PretrainedConfig) -> Description:
 
 def describe_helium(config: PretrainedConfig) -> Description:
     """Describe a Helium model (Kyutai, 2025): heads are rotated in pairs of neighbours; o has no bias."""
-    refuse_windows(config)
-    rope = read_rope(config, head_dim_of(config), interleaved=True)
-    return describe_common(
-        config,
-        ropes=(rope,) * config.num_hidden_layers,
-        qkv_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-    )
+    return _in_pairs(config, qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
 def describe_ernie4_5(config: PretrainedConfig) -> Description:
     """Describe a dense ERNIE 4.5 model (Baidu, 2025): heads are rotated in pairs of neighbours."""
+    return _in_pairs(config, qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias)
+
+
+def _in_pairs(config: PretrainedConfig, **biases: Any) -> Description:
+    """Describe a model whose heads are rotated in pairs of neighbours, in all layers alike."""
     refuse_windows(config)
     rope = read_rope(config, head_dim_of(config), interleaved=True)
-    return describe_common(
-        config,
-        ropes=(rope,) * config.num_hidden_layers,
-        qkv_bias=config.use_bias,
-        o_bias=config.use_bias,
-        mlp_bias=config.use_bias,
-    )
+    return describe_common(config, ropes=(rope,) * config.num_hidden_layers, **biases)
 
 
 def describe_cwm(config: PretrainedConfig) -> Description:
