@@ -37,7 +37,7 @@ from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.prefix_tree import PrefixTree
+from nanoinfer.engine.prefixes.prefix_tree import PrefixTree
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.process.collector import no_collection

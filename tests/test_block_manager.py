@@ -13,7 +13,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.free_blocks import FreeBlocks
-from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import Step

@@ -36,8 +36,8 @@ from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence

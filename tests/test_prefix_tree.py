@@ -10,7 +10,7 @@ from conftest import CollidingBlockManager, CollidingTree, alike
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.prefix_tree import NONE, Block, PrefixTree
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, PrefixTree
 from nanoinfer.engine.sequence import Sequence
 
 BLOCK = 4

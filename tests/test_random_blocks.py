@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.prefix_tree import NONE, Node
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.message import ChunkStates
 

@@ -17,11 +17,11 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.prefix_tree import NONE, Node
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
+from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage, PrefixMessage, StepMessage
 
@@ -846,7 +846,7 @@ def test_every_request_ends_with_its_own_tokens(
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
         for name, value in (("MIN_ROWS", 2), ("MIN_TOKENS", 2), ("MIN_SAVED", 1)):
-            patch.setattr(f"nanoinfer.engine.shared_prefixes.{name}", value)
+            patch.setattr(f"nanoinfer.engine.prefixes.shared_prefixes.{name}", value)
         if not foresight:
             patch.setattr(Admission, "is_roomy", True)
         layout = layout_of(*groups)

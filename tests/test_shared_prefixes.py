@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.engine import shared_prefixes
+from nanoinfer.engine.prefixes import shared_prefixes
+from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.results.step_result import StepResult
-from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton

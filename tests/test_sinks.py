@@ -19,7 +19,7 @@ from test_shared_prefixes import find_shared, make_prefixes, nested_tables, on_d
 from nanoinfer import LLM
 from nanoinfer.attention import choose_backend, make_backend, triton_backend
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
-from nanoinfer.engine import shared_prefixes
+from nanoinfer.engine.prefixes import shared_prefixes
 from nanoinfer.kernels.attention import long_prefill, prefill_plan
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton

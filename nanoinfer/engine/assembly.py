@@ -8,10 +8,10 @@ from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.images import ImageFeed
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots

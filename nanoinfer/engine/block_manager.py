@@ -8,9 +8,9 @@ from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.free_blocks import FreeBlocks
-from nanoinfer.engine.prefix_tree import NONE, Block, PrefixTree
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.message import ChunkStates, Transfers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 from nanoinfer.engine.images import ImageFeed
+from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.engine.step import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.runner.image_messages import NewImages

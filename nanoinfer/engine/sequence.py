@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.images import PromptImages
-from nanoinfer.engine.prefix_tree import NONE, Node
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
 from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for

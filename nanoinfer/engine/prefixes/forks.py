@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from xxhash import xxh64_intdigest
 
-from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.sequence import Sequence
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from nanoinfer.engine.prefix_tree import NONE, Block, Node, PrefixTree
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import Transfers
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoinfer.attention.cache_layout import CacheLayout
-from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 

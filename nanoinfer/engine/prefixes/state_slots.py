@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
 from nanoinfer.engine.prefixes.forks import Forks
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Node, PrefixTree
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.message import ChunkStates
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nanoinfer.engine.client import Adapters
-from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.ranks.carrier import AdapterCarrier
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
