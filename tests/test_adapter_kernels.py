@@ -31,7 +31,7 @@ from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
 MAX_ADAPTERS = 4
@@ -195,10 +195,10 @@ def test_one_row(shape: tuple[tuple[int, ...], int, int], slot: int, dtype: torc
 
     assert_close(one_row_linear(x, weight, of_row=RowAdapter.of(pairs, rows)), expected(x))
     out, total = one_row_norm_linear(x, residual, norm, weight, of_row=RowAdapter.of(pairs, rows))
-    assert_close(out, expected(rms_norm_reference(x + residual, norm)))
+    assert_close(out, expected(normalize_reference(x + residual, norm)))
     assert torch.equal(total, x + residual)
     out, _ = one_row_norm_linear(x, residual, norm, weight, post=norm, of_row=RowAdapter.of(pairs, rows))
-    assert_close(out, expected(rms_norm_reference(rms_norm_reference(x, norm) + residual, norm)))
+    assert_close(out, expected(normalize_reference(normalize_reference(x, norm) + residual, norm)))
 
 
 def test_a_negative_zero_is_no_reason_to_wait() -> None:
@@ -240,7 +240,7 @@ def test_linear_adds_what_rows_name(slots: list[int]) -> None:
     assert_close(adapted_linear(x, weight, pairs, rows, bias, "silu"), gate_mul_reference(expected(x), "silu"))
     pieces = adapted_linear(x, weight, pairs, rows, bias, may_split=True)
     assert_close(pieces if pieces.dim() == 2 else pieces.sum(dim=0), expected(x))
-    normed = rms_norm_reference(x + residual, norm)
+    normed = normalize_reference(x + residual, norm)
     out, total = adapted_norm_linear(x, residual, norm, weight, pairs, rows, bias, "silu")
     assert_close(out, gate_mul_reference(expected(normed), "silu"))
     assert_close(total, x + residual)

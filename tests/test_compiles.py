@@ -36,7 +36,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_prefix_kernel": 640,  # heads of 512 in FP8
-    "_rms_norm_kernel": 16,
+    "_norm_kernel": 16,
     "_shrink_kernel": 20,  # in float32
     "_tiles_kernel: int4 g64 zeros of 4000 in torch.bfloat16": 12,  # by Triton 3.9
     "_tiles_kernel: int4, experts of 4000 with adapters": 44,

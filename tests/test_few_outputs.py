@@ -14,7 +14,7 @@ from nanoinfer.kernels.launch import can_copy, recording
 from nanoinfer.kernels.linear import few_outputs
 from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.few_outputs import Tiling, few_outputs_linear, find_tiling, parts_of, tile
-from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm_reference, add_rms_norm_triton
+from nanoinfer.kernels.norm.norm import Norm, add_norm_reference, add_norm_triton
 
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
 TOLERANCE = 1e-2 if HAS_CUDA else 2e-3  # of the whole product
@@ -65,8 +65,8 @@ def test_no_token_depends_on_its_tile() -> None:
 def test_the_norm_adds_the_pieces() -> None:
     x, weight, _, expected = draw(70, 128, 512)
     residual, norm = torch.randn_like(x[:, :128]), Norm(torch.ones(128, device=DEVICE, dtype=SHORT), 1e-6)
-    out, total = add_rms_norm_triton(few_outputs_linear(x, weight, Tiling(80, 64, (1, 2, 2))), residual, norm)
-    expected_out, expected_total = add_rms_norm_reference(expected.to(SHORT), residual, norm)
+    out, total = add_norm_triton(few_outputs_linear(x, weight, Tiling(80, 64, (1, 2, 2))), residual, norm)
+    expected_out, expected_total = add_norm_reference(expected.to(SHORT), residual, norm)
     assert_near(total, expected_total.double())
     assert_near(out, expected_out.double())
 

@@ -28,7 +28,7 @@ from nanoinfer.kernels.attention.qkv import norm_rotate_store
 from nanoinfer.kernels.linear.activation import gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave
-from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
 from nanoinfer.runner.message import ChunkMessage, ChunkStates
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
@@ -412,6 +412,6 @@ def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) 
             for bias_or_none in (None, bias):
                 gated, total = norm_linear(x, None, norm, both, bias_or_none, activation)
                 assert total is x
-                expected = gate_mul_reference(F.linear(rms_norm_reference(x, norm), both, bias_or_none), activation)
+                expected = gate_mul_reference(F.linear(normalize_reference(x, norm), both, bias_or_none), activation)
                 error = (gated.float() - expected.float()).norm() / expected.float().norm()
                 assert error < 0.01

@@ -68,8 +68,8 @@ def use_file_inboxes() -> None:
 
     TensorParallel.make_inbox, TensorParallel.open_inbox = make_inbox, open_inbox
     TensorParallel._close_inbox = lambda tp, failed=False: setattr(tp, "inbox", None)
-    add = norm.all_reduce_add_rms_norm
-    norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:5], len(x) >= int(os.environ[ONE_OWNER]), *args[6:])
+    add = norm.all_reduce_add_norm
+    norm.all_reduce_add_norm = lambda x, *args: add(x, *args[:5], len(x) >= int(os.environ[ONE_OWNER]), *args[6:])
     if LANES in os.environ:
         dispatch.is_one_row = lambda x: len(x) == 1  # so that these kernels are interpreted too
         plain_matrix.can_pack = lambda *_: False
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_one_rank(
         (TensorParallel, "make_inbox"),
         (TensorParallel, "open_inbox"),
         (TensorParallel, "_close_inbox"),
-        (norm, "all_reduce_add_rms_norm"),
+        (norm, "all_reduce_add_norm"),
         (dispatch, "is_one_row"),
         (plain_matrix, "can_pack"),
     ]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -19,8 +20,11 @@ import triton.language as tl
 from conftest import DEVICE, HAS_CUDA, of_each_kind, plan_ahead, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from nanoinfer.attention import BACKENDS, choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
@@ -35,24 +39,32 @@ from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_squares_triton
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear import one_wave
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    ClampedSwiGLU,
+    Function,
+    activate,
+    activate_triton,
+    gate_mul_reference,
+    gate_mul_triton,
+)
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.gated import gated_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import config_of, one_wave_linear
-from nanoinfer.kernels.norm.rms_norm import (
+from nanoinfer.kernels.norm.norm import (
     Norm,
+    add_norm_reference,
+    add_norm_triton,
     add_residual_reference,
     add_residual_triton,
-    add_rms_norm_reference,
-    add_rms_norm_triton,
-    norm_add_rms_norm_reference,
-    norm_add_rms_norm_triton,
-    rms_norm,
-    rms_norm_reference,
-    rms_norm_triton,
+    norm_add_norm_reference,
+    norm_add_norm_triton,
+    normalize,
+    normalize_reference,
+    normalize_triton,
 )
-from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_norm
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -79,7 +91,7 @@ from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, 
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
-ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)]
+ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5), "gelu"]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -99,9 +111,9 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     weight, x, residual = randn(size, dtype=dtype), randn(5, size, dtype=dtype), randn(5, size, dtype=dtype)
     norm, wide_norm = Norm(weight, 1e-6), Norm(weight.float(), 1e-6)
-    assert_close(rms_norm_triton(x, norm), rms_norm_reference(x.float(), wide_norm))
-    out, total = add_rms_norm_triton(x, residual, norm)
-    expected, expected_total = add_rms_norm_reference(x.float(), residual.float(), wide_norm)
+    assert_close(normalize_triton(x, norm), normalize_reference(x.float(), wide_norm))
+    out, total = add_norm_triton(x, residual, norm)
+    expected, expected_total = add_norm_reference(x.float(), residual.float(), wide_norm)
     assert_close(out, expected)
     assert_close(total, expected_total)
 
@@ -110,12 +122,22 @@ def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     """Apply torch's own norm in float32, or none."""
     if norm is None:
         return x.float()
+    if norm.centred:
+        bias = None if norm.bias is None else norm.bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.plus_one, bias, norm.eps)
     return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.plus_one, norm.eps)
 
 
 def norms(size: int, dtype: torch.dtype) -> list[Norm]:
     """Return a norm of each kind; their eps are large enough to count."""
-    return [Norm(randn(size, dtype=dtype), 0.1), Norm(randn(size, dtype=dtype), 0.2, plus_one=True)]
+    weights = [randn(size, dtype=dtype) for _ in range(6)]
+    return [
+        Norm(weights[0], 0.1),
+        Norm(weights[1], 0.2, plus_one=True),
+        Norm(weights[2], 0.1, centred=True),
+        Norm(weights[3], 0.2, plus_one=True, centred=True, bias=weights[4]),
+        Norm(weights[5], 0.2, centred=True, bias=weights[4]),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
@@ -128,16 +150,16 @@ def test_norms_before_and_after_a_branch(num_pieces: int, are_short: bool, dtype
     x = pieces if num_pieces > 1 else pieces[0].to(dtype)
     whole = pieces.float().sum(dim=0)
     for pre in norms(96, dtype):
-        for out in (rms_norm_triton(x, pre), rms_norm(x, pre)):
+        for out in (normalize_triton(x, pre), normalize(x, pre)):
             assert out.dtype == dtype
             assert_close(out, normed(whole, pre))
-        for add in (add_rms_norm_triton, add_rms_norm_reference):
+        for add in (add_norm_triton, add_norm_reference):
             out, total = add(x, residual, pre)
             assert_close(total, whole + residual.float())
             assert_close(out, normed(whole + residual.float(), pre))
-        for post in norms(96, dtype):
+        for post in norms(96, dtype)[:: 1 if pre.centred else 3]:
             expected = normed(whole, post) + residual.float()
-            for norm_add in (norm_add_rms_norm_triton, norm_add_rms_norm_reference):
+            for norm_add in (norm_add_norm_triton, norm_add_norm_reference):
                 out, total = norm_add(x, residual, post, pre)
                 assert out.dtype == total.dtype == dtype
                 assert_close(total, expected)
@@ -149,13 +171,48 @@ def test_norms_before_and_after_a_branch(num_pieces: int, are_short: bool, dtype
             assert_close(total, normed(whole, post_or_none) + residual.float())
 
 
-@pytest.mark.parametrize("oracle", [LlamaRMSNorm, Gemma2RMSNorm])
-def test_norms_round_as_transformers_does(oracle: type[torch.nn.Module]) -> None:
-    layer = oracle(96, 1e-6).to(DEVICE, torch.bfloat16)
-    layer.weight.data.normal_()
+@pytest.mark.parametrize(
+    "oracle",
+    [LlamaRMSNorm, Gemma2RMSNorm, torch.nn.LayerNorm, NemotronLayerNorm1P, CohereLayerNorm],
+)
+def test_norms_round_as_transformers_does(oracle: Callable[..., torch.nn.Module]) -> None:
+    layer = oracle(96, eps=1e-6).to(DEVICE, torch.bfloat16)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
     x = randn(5, 96, dtype=torch.bfloat16)
-    norm = Norm(layer.weight.data, 1e-6, plus_one=oracle is Gemma2RMSNorm)
-    assert torch.equal(rms_norm_reference(x, norm), layer(x))
+    plus_one, centred = oracle in (Gemma2RMSNorm, NemotronLayerNorm1P), oracle not in (LlamaRMSNorm, Gemma2RMSNorm)
+    norm = Norm(layer.weight.data, 1e-6, plus_one, None, centred, getattr(layer, "bias", None))
+    assert torch.equal(normalize_reference(x, norm), layer(x))
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_the_mean_is_taken_off_before_squares_are_added(offset: float) -> None:
+    """So large means cost no digits."""
+    x, norm = randn(5, 96) + offset, Norm(torch.ones(96, device=DEVICE), 1e-6, centred=True)
+    torch.testing.assert_close(normalize_triton(x, norm), normed(x.double(), norm), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("activation", "oracle"),
+    [
+        ("silu", "silu"),
+        ("gelu_tanh", "gelu_new"),
+        ("gelu_tanh", "gelu_fast"),
+        ("gelu", "gelu"),
+        ("quick_gelu", "quick_gelu"),
+        ("relu", "relu"),
+        ("relu2", "relu2"),
+    ],
+)
+def test_activations_are_those_of_transformers(activation: Function, oracle: str, dtype: torch.dtype) -> None:
+    x = randn(7, 1100, dtype=dtype)
+    x[0, :3] = torch.tensor([3e4, -3e4, float("nan")])
+    expected = ACT2FN[oracle](x.float())
+    for out in (activate(x.cpu(), activation).to(DEVICE), activate_triton(x, activation)):
+        assert out[0, 2].isnan()
+        assert_close(out[1:], expected[1:])
+        torch.testing.assert_close(out[0, :2].float(), expected[0, :2], rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,7 +253,8 @@ def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    oracles = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+    return oracles[activation](gate) * up
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,7 +273,7 @@ def test_rotate_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 def test_gates_of_every_size(activation: Activation) -> None:
     gate = torch.tensor([[-3e38, -1e13, -1e4, -90.0, -10.0, -1.0, -1e-3, -0.0, 1e-3, 1.0, 10.0, 1e4, 3e38]])
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=-1).to(DEVICE)
-    torch.testing.assert_close(gate_mul_triton(gate_up, activation), activated(gate_up, activation))
+    torch.testing.assert_close(gate_mul_triton(gate_up, activation), activated(gate_up.double(), activation).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -228,10 +286,10 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
     norm, wide_norm, wide = Norm(norm_weight, 1e-6), Norm(norm_weight.float(), 1e-6), weight.float()
     assert_close(one_row_linear(x, weight), x.float() @ wide.T)
     out, total = one_row_norm_linear(x, None, norm, weight)
-    assert_close(out, rms_norm_reference(x.float(), wide_norm) @ wide.T)
+    assert_close(out, normalize_reference(x.float(), wide_norm) @ wide.T)
     assert total is x
     out, total = one_row_norm_linear(x, residual, norm, weight)
-    normed, expected_total = add_rms_norm_reference(x.float(), residual.float(), wide_norm)
+    normed, expected_total = add_norm_reference(x.float(), residual.float(), wide_norm)
     assert_close(out, normed @ wide.T)
     assert_close(total, expected_total)
     if out_features % 2 == 0:
@@ -257,15 +315,15 @@ def test_one_row_linear_with_a_bias(activation: Activation | None, shape: tuple[
 def test_a_scale_of_the_residual_stream(dtype: torch.dtype) -> None:
     """It multiplies the sum that the norm reads, and that goes on as the stream."""
     x, residual, weight = (randn(1, 96, dtype=dtype), randn(1, 96, dtype=dtype), randn(8, 96, dtype=dtype))
-    post, plain = norms(96, dtype)
+    post, plain, *_ = norms(96, dtype)
     pre = plain._replace(stream_scale=torch.tensor([0.3], dtype=dtype, device=DEVICE))
     for branch, summed in ((x, x.float()), (randn(3, 1, 96), None)):
         summed = branch.sum(dim=0) if summed is None else summed
-        for norm_add in (norm_add_rms_norm_triton, norm_add_rms_norm_reference):
+        for norm_add in (norm_add_norm_triton, norm_add_norm_reference):
             out, total = norm_add(branch, residual, post, pre)
             assert_close(total, 0.3 * (normed(summed, post) + residual.float()))
             assert_close(out, normed(total, plain))
-        for add in (add_rms_norm_triton, add_rms_norm_reference):
+        for add in (add_norm_triton, add_norm_reference):
             out, total = add(branch, residual, pre)
             assert_close(total, 0.3 * (summed + residual.float()))
             assert_close(out, normed(total, plain))
@@ -392,7 +450,7 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
     tokens, size = 6, 96
     parts, residual, weight = randn(ranks, tokens, size, dtype=dtype), randn(tokens, size), randn(size, dtype=dtype)
     parts[:, :, ::7], parts[:, :, 1::7], residual = -0.0, 0.0, residual.to(dtype)  # a zero is a message as well
-    expected, expected_total = add_rms_norm_reference(
+    expected, expected_total = add_norm_reference(
         parts.float().sum(dim=0), residual.float(), Norm(weight.float(), 1e-6)
     )
     stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -407,7 +465,7 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
                 inboxes[rank][peer, owners == peer] = expected[owners == peer].to(dtype) + 0.0
         addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
         x = parts[rank].clone()
-        out, total = all_reduce_add_rms_norm(x, residual, Norm(weight, 1e-6), addresses, rank, stop, one_owner)
+        out, total = all_reduce_add_norm(x, residual, Norm(weight, 1e-6), addresses, rank, stop, one_owner)
 
         ours = owners == rank if one_owner else owners >= 0
         assert_close(out, expected)
@@ -491,7 +549,7 @@ def test_all_reduce_empties_the_lane_of_a_vector() -> None:
     inboxes[0, 1] = 1.0
     lanes = [torch.tensor([box.data_ptr() for box in boxes], device=DEVICE) for boxes in (inboxes, stale)]
     stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    all_reduce_add_rms_norm(x, None, Norm(randn(96), 1e-6), lanes[0], 0, stop, stale=lanes[1])
+    all_reduce_add_norm(x, None, Norm(randn(96), 1e-6), lanes[0], 0, stop, stale=lanes[1])
     assert is_empty(stale[0, 1]).all()
     assert not is_empty(stale[1]).any()
 
@@ -509,7 +567,7 @@ def test_all_reduce_and_norm_without_a_residual(one_owner: bool, plus_one: bool)
         inboxes[0, 1, ::2] = 0.0  # the other rank's part of the tokens that we own
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
     stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    out, total = all_reduce_add_rms_norm(x, None, norm, addresses, 0, stop, one_owner)
+    out, total = all_reduce_add_norm(x, None, norm, addresses, 0, stop, one_owner)
     assert_close(out, expected)
     assert_close(total[::2], x[::2])
 
@@ -571,7 +629,7 @@ def test_all_reduce_add_rms_norm_ends_when_told_that_nothing_will_come(one_owner
     inboxes = empty_inbox(2, 2, 1, 64, dtype=torch.float32)
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
     stop = torch.ones(1, dtype=torch.int32, pin_memory=HAS_CUDA)
-    out, _ = all_reduce_add_rms_norm(x, x, Norm(weight, 1e-6), addresses, 1, stop, one_owner)
+    out, _ = all_reduce_add_norm(x, x, Norm(weight, 1e-6), addresses, 1, stop, one_owner)
     assert out.cpu().shape == (1, 64)
 
 
@@ -579,8 +637,8 @@ def test_all_reduce_add_rms_norm_ends_when_told_that_nothing_will_come(one_owner
 def test_add_rms_norm_of_pieces(dtype: torch.dtype) -> None:
     pieces, residual, weight = randn(4, 5, 96), randn(5, 96, dtype=dtype), randn(96, dtype=dtype)
     for out, expected in zip(
-        add_rms_norm_triton(pieces, residual, Norm(weight, 1e-6)),
-        add_rms_norm_reference(pieces, residual.float(), Norm(weight.float(), 1e-6)),
+        add_norm_triton(pieces, residual, Norm(weight, 1e-6)),
+        add_norm_reference(pieces, residual.float(), Norm(weight.float(), 1e-6)),
         strict=True,
     ):
         assert out.dtype == dtype

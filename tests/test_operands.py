@@ -25,7 +25,7 @@ from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.operand import Operand, RowOperand
 from nanoinfer.kernels.linear.plain import add_product, load_bias
 from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles
-from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 from nanoinfer.kernels.sorting import group_triton
 
 CONFIGS = [
@@ -150,7 +150,7 @@ def test_one_row(activation: Activation | None) -> None:
     norm = Norm(torch.rand(136, device=DEVICE).to(SHORT), 1e-6)
     assert_close(one_row_linear(x, weight.row_operand(), bias, activation), expected(x, matrix, bias, activation))
     out, total = one_row_norm_linear(x, x, norm, weight.row_operand(), bias, activation)
-    assert_close(out, expected(rms_norm_reference(total, norm), matrix, bias, activation))
+    assert_close(out, expected(normalize_reference(total, norm), matrix, bias, activation))
 
 
 def test_pieces_add_up_to_the_product() -> None:

@@ -56,7 +56,7 @@ from nanoinfer.kernels.linear.groups.tiles import group_operand
 from nanoinfer.kernels.linear.in_order.order import Grouping
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
-from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
+from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton, norm_add_norm_reference, normalize_reference
 
 of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4), ids=str)
 of_all_groupings = pytest.mark.parametrize("form", [*GROUPINGS, *SMALL_GROUPS], ids=str)
@@ -101,16 +101,16 @@ class TestTokensInFp8:
         summed = x.sum(0).to(DTYPE)
         out, total = fp8_norm_triton(x if pieces > 1 else summed, residual, norm, post if with_post else None)
         if with_post:
-            normed, sums = norm_add_rms_norm_reference(summed, residual, post, norm)
+            normed, sums = norm_add_norm_reference(summed, residual, post, norm)
         else:
             sums = summed + residual
-            normed = rms_norm_reference(sums, norm)
+            normed = normalize_reference(sums, norm)
         torch.testing.assert_close(total, sums, rtol=0.02, atol=0.02)
         assert_near(dequantized(out), normed.double(), 0.05)
         assert out.dtype == total.dtype
         alone, same = fp8_norm_triton(total, None, norm, None)
         assert same is total
-        assert_near(dequantized(alone), rms_norm_reference(total, norm).double(), 0.05)
+        assert_near(dequantized(alone), normalize_reference(total, norm).double(), 0.05)
 
     @pytest.mark.parametrize("tokens", [1, 6])
     @pytest.mark.parametrize("size", [128, 1152])
@@ -152,7 +152,7 @@ def test_one_token(
     if isinstance(weight, GroupWeight):
         assert_near(group_row_linear(x, weight, bias, activation), expected(x, weight, bias, activation), most)
     out, total = one_row_norm_linear(x, 300 * x, norm := norm_of(inputs), weight, bias, activation)
-    normed = rms_norm_reference(total, norm)
+    normed = normalize_reference(total, norm)
     assert_near(out, expected(normed, weight, bias, activation), most if form in BLOCKS else 2 * most)
 
 
@@ -286,7 +286,7 @@ def check_every_way(form: Form, shape: tuple[int, int], tokens: int, dtype: torc
     assert_near(pieces.view(-1, tokens, rows).sum(0), expected(x, weight), most)
     out, total = norm_linear(x, residual, norm, weight)
     torch.testing.assert_close(total, x + residual)
-    assert_near(out, expected(rms_norm_reference(total, norm), weight), min(2 * once, most))
+    assert_near(out, expected(normalize_reference(total, norm), weight), min(2 * once, most))
 
 
 @of_all_groupings

@@ -236,8 +236,8 @@ class TestCluster:
     def test_what_the_cluster_lacks_is_said_after_a_while(self, machines: Machines) -> None:
         with pytest.raises(
             WorkerError,
-            match=r"replica [01] was not placed within 1 s \(placement_timeout\): a replica asks for 2 GPUs and 1 CPU of"
-            r" one machine, and the cluster has 0 GPUs \(0 free\) and \d CPUs \(\d free\) on \d machines",
+            match=r"replica [01] was not placed within 1 s \(placement_timeout\): a replica asks for 2 GPUs and 1 CPU"
+            r" of one machine, and the cluster has 0 GPUs \(0 free\) and \d CPUs \(\d free\) on \d machines",
         ):
             make_on_ray(device="cuda", tensor_parallel_size=2, dtype="float32", placement_timeout=1)
 

@@ -22,7 +22,7 @@ from nanoinfer import LLM
 from nanoinfer.kernels.experts.route import Routes, Routing, route_reference, route_triton
 from nanoinfer.kernels.linear.dispatch import norm_and_linear
 from nanoinfer.kernels.linear.one_row import one_row_norm_linear
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers.experts import Router, RouterTensors, SharedExpert
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe

@@ -19,6 +19,7 @@ from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.kernels.decoder.row_model import RowShape, decoder_row_reference
+from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models import build, describe
 from nanoinfer.models.causal_lm import CausalLM
@@ -96,7 +97,7 @@ def test_what_the_launch_gets_is_the_model(description: Description) -> None:
         {"qk_norm": "full"},
         {"windows": (None, 8)},
         {"qkv_bias": True},
-        {"norm_plus_one": True},
+        {"norm": NormKind(plus_one=True)},
         {"score_cap": 30.0},
         {"residual_scale": 0.5},
         {"activation": "gelu_tanh"},

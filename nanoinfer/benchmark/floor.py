@@ -181,7 +181,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
         else:
             add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
-        add(prefix + names.down, 3 * mlp_size)
+        add(prefix + names.down, (3 if model.is_gated else 2) * mlp_size)
         if experts is not None and experts.layers[layer] and experts.shared_size is not None:
             add(f"{prefix}{names.shared_experts[0]}.down_proj", 3 * experts.shared_size)
         if inputs is not None:

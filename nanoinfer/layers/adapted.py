@@ -12,7 +12,7 @@ from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linea
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, shrink
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.layers.embedding import Head
 from nanoinfer.weights.formats.experts import ExpertMap, Experts

@@ -12,7 +12,7 @@ from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store
 from nanoinfer.kernels.attention.sum_squares import sum_squares
 from nanoinfer.layers.linear import gather
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
@@ -31,11 +31,12 @@ class Attention(nn.Module):
         backend: AttentionBackend,
         rotary: RotaryEmbedding | None = None,
         query_scales: Tensor | None = None,
-        norms: tuple[RMSNorm, RMSNorm | None] | None = None,
+        norms: tuple[NormLayer, NormLayer | None] | None = None,
         full_norms: FullWidth | None = None,
         parts: Parts = "qkv",
         value_norm: bool = False,
         sinks: tuple[str, ...] = ("sinks",),
+        norm_last: bool = False,
     ) -> None:
         """Store the layer's settings.
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
         norms: the norm of the queries, and that of the keys unless another layer writes these; None: the model has none
         full_norms: given if each norm goes over all heads of a token at once
-        parts, value_norm: as for norm_rotate_store; sinks: the names that those of `scoring` may have
+        parts, value_norm, norm_last: as for norm_rotate_store; sinks: the names that those of `scoring` may have
         """
         super().__init__()
         self.name, self.tp = name, tp
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         self.full_norms = full_norms
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None or norms[1] is None else norms[1].norm
-        self.parts, self.value_norm = parts, value_norm
+        self.parts, self.value_norm, self.norm_last = parts, value_norm, norm_last
         self.sink_names = sinks
 
     def forward(self, qkv: Tensor, context: Context) -> Tensor:
@@ -84,6 +85,7 @@ class Attention(nn.Module):
             self.parts,
             self.value_norm,
             None if rotary is None else rotary.sections,
+            self.norm_last,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
         return attend(q, k_cache, v_cache, context, group, self.scoring)

@@ -17,7 +17,7 @@ from nanoinfer.kernels.delta.gated_norm import gated_norm
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, stacked, unit_by_unit
-from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Fill, Shard
@@ -99,7 +99,7 @@ class GatedDeltaMixer(nn.Module):
         self.log_decay, self.dt_bias = (
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(2)
         )
-        self.norm = RMSNorm(f"{prefix}norm", sizes.value_dim, norm_eps)
+        self.norm = NormLayer(f"{prefix}norm", sizes.value_dim, norm_eps)
         self.out_proj = RowParallelLinear(f"{prefix}out_proj", values, hidden_size, tp, formats=formats)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:

@@ -61,10 +61,12 @@ class VocabParallelEmbedding(Head):
         tp: TensorParallel,
         other_name: str | None = None,
         dtype: torch.dtype | None = None,
+        bias: bool = False,
     ) -> None:
         """name: the tensor's name without ".weight"; other_name: a second name that a checkpoint may store it under
 
         dtype: the matrix's; None: torch's default
+        bias: the output projection has one
         """
         super().__init__()
         self.name, self.other_name = name, other_name
@@ -72,6 +74,7 @@ class VocabParallelEmbedding(Head):
         self.vocab_size = vocab_size
         self.first_id, self.num_ids = _share_of_ids(vocab_size, tp)
         self.weight = nn.Parameter(torch.empty(self.num_ids, hidden_size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.num_ids, dtype=dtype), requires_grad=False) if bias else None
         self._in_order: InOrderWeight | WeightInParts | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
@@ -95,13 +98,17 @@ class VocabParallelEmbedding(Head):
         """Use the matrix as output projection. The product and the result have the matrix's dtype."""
         hidden = hidden.to(self.weight.dtype)
         if self._in_order is not None:
-            return self._in_order.product(hidden, out=out)
-        return torch.mm(hidden, self.weight.t(), out=out)
+            logits = self._in_order.product(hidden, out=out)
+        else:
+            logits = torch.mm(hidden, self.weight.t(), out=out)
+        return logits if self.bias is None else logits.add_(self.bias)
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's rows of the matrix, once for each name that they may have."""
         shape = self.vocab_size, self.weight.shape[1]
         yield Shard(f"{self.name}.weight", self.weight, shape, self.first_id)
+        if self.bias is not None:
+            yield Shard(f"{self.name}.bias", self.bias, shape[:1], self.first_id, random="zeros")
         if self.other_name is not None:
             yield Shard(
                 f"{self.other_name}.weight", self.weight, shape, self.first_id, replaces=(f"{self.name}.weight",)
@@ -111,12 +118,14 @@ class VocabParallelEmbedding(Head):
 class QuantizedHead(Head):
     """An output projection whose matrix has a format of its own; each rank holds the ids that it would embed."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, formats: Formats) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, formats: Formats, bias: bool = False
+    ) -> None:
         """name: the tensor's name without ".weight\""""
         super().__init__()
         self.first_id, self.num_ids = _share_of_ids(vocab_size, tp)
         section = Section(name, self.num_ids, (vocab_size, hidden_size), self.first_id)
-        self.matrix = formats.make_matrix([section], hidden_size, bias=False)
+        self.matrix = formats.make_matrix([section], hidden_size, bias)
 
     def fix_order(self, sizes: list[int]) -> None:
         """Leave it to the matrix, as a layer does."""

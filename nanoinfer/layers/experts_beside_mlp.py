@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, rms_norm
+from nanoinfer.kernels.norm.norm import Norm, add_residual, normalize
 from nanoinfer.layers.experts import MixtureOfExperts
-from nanoinfer.layers.norm import Joint, RMSNorm, norm_of_sum
+from nanoinfer.layers.norm import Joint, NormLayer, norm_of_sum
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -49,9 +49,9 @@ class ExpertsBesideMLP(nn.Module):
         super().__init__()
         self.mlp, self.experts = mlp, experts
         size = experts.router.weight.shape[1]
-        self.mlp_post = RMSNorm(prefix + names.mlp_post_norm, size, eps)
-        self.experts_pre = RMSNorm(prefix + names.experts_norm, size, eps)
-        self.experts_post = RMSNorm(prefix + names.experts_post_norm, size, eps)
+        self.mlp_post = NormLayer(prefix + names.mlp_post_norm, size, eps)
+        self.experts_pre = NormLayer(prefix + names.experts_norm, size, eps)
+        self.experts_post = NormLayer(prefix + names.experts_post_norm, size, eps)
         self.router_scale_name = prefix + names.router_scale
         self.router_scale = nn.Parameter(torch.empty(size), requires_grad=False)
         self.router_norm = Norm(self.router_scale, eps)
@@ -62,7 +62,7 @@ class ExpertsBesideMLP(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, whole on every rank, and the residual stream; the next joint adds the two."""
         dense, residual = self.mlp(x, residual, joint, adapters)
-        normed = rms_norm(residual, self.experts_pre.norm)
+        normed = normalize(residual, self.experts_pre.norm)
         sparse = self.experts.mix(normed, self._routes(residual), self.tp, adapters)
         sparse = norm_of_sum(sparse, self.experts_post.norm, self.tp)
         if self.tp.size == 1:
@@ -71,7 +71,7 @@ class ExpertsBesideMLP(nn.Module):
 
     def _routes(self, residual: Tensor) -> Routes:
         router = self.experts.router
-        return router.choose(router.score(rms_norm(residual, self.router_norm)))
+        return router.choose(router.score(normalize(residual, self.router_norm)))
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shard of the router's norm."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from nanoinfer.attention.context import Context, ImageContext
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.norm.rms_norm import rms_norm
+from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
-from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
@@ -66,7 +66,7 @@ class LayerInputs(nn.Module):
         section = Section(sizes.projection, total, (total, hidden_size), 0)
         self.projection: LinearMap = formats.make_matrix([section], hidden_size, False)
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
-        self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
+        self.norm = NormLayer(sizes.norm, sizes.size, eps * hidden_size)
 
     def forward(
         self, token_ids: Tensor, x: Tensor, images: ImageContext | None, adapters: AdapterRows | None = None
@@ -81,7 +81,7 @@ class LayerInputs(nn.Module):
             token_ids = token_ids.index_fill(0, images.places, self.image_token)
         own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
         projected = self.projection.beside(adapters).product(x).view(-1, self.size)
-        return rms_norm(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)
+        return normalize(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)
 
 
 class LayerInputBranch(nn.Module):

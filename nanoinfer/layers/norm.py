@@ -1,15 +1,16 @@
-"""RMSNorm as a layer, and the joints of the residual stream."""
+"""Norms as layers, and the joints of the residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.dispatch import takes_lane
-from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
-from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.norm.norm import Norm, add_norm, add_residual, norm_add_norm, normalize
+from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -18,36 +19,65 @@ from nanoinfer.weights.shards import Fill, Shard
 ONE_OWNER_TOKENS = 48  # from here on one_owner is faster for more than two ranks: less traffic, but one more trip
 
 
-class RMSNorm(nn.Module):
-    """The parameters of an RMSNorm over `size` numbers; this rank holds `share` of its weights, from `start` on."""
+@dataclass(frozen=True)
+class NormKind:
+    """What the norms of a model are.
+
+    centred: LayerNorms; otherwise RMSNorms
+    plus_one: checkpoints store their weights less one
+    has_weight: False: nothing multiplies what is normalised; has_bias: of a LayerNorm, something is added to it
+    """
+
+    centred: bool = False
+    plus_one: bool = False
+    has_weight: bool = True
+    has_bias: bool = False
+
+
+RMS_NORM = NormKind()
+
+
+class NormLayer(nn.Module):
+    """The parameters of a norm over `size` numbers; this rank holds `share` of its weights, from `start` on."""
+
+    weight: Tensor
 
     def __init__(
         self,
         name: str,
         size: int,
         eps: float,
-        plus_one: bool = False,
+        kind: NormKind = RMS_NORM,
         start: int = 0,
         share: int | None = None,
         scale_name: str | None = None,
     ) -> None:
         """share: how many of the weights this rank holds; None: all
 
-        scale_name: the tensor with the norm's stream_scale (kernels.norm.rms_norm); None: it has none
+        scale_name: the tensor with the norm's stream_scale (kernels.norm.norm); None: it has none
         """
         super().__init__()
         self.name = name
         self.size = size
         self.start = start
-        self.weight = nn.Parameter(torch.empty(size if share is None else share), requires_grad=False)
+        held = size if share is None else share
+        if kind.has_weight:
+            self.weight = nn.Parameter(torch.empty(held), requires_grad=False)
+        else:
+            self.register_buffer("weight", torch.ones(held), persistent=False)
+        self.bias = nn.Parameter(torch.empty(held), requires_grad=False) if kind.has_bias else None
         self.scale_name = scale_name
         self.stream_scale = None if scale_name is None else nn.Parameter(torch.empty(1), requires_grad=False)
-        self.norm = Norm(self.weight, eps, plus_one, self.stream_scale)
+        self.norm = Norm(self.weight, eps, kind.plus_one, self.stream_scale, kind.centred, self.bias)
+        self.kind = kind
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the weight's shard, and that of stream_scale."""
-        fill: Fill = "zeros" if self.norm.plus_one else "ones"
-        yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
+        """Yield the weight's shard, the bias's, and that of stream_scale."""
+        fill: Fill = "zeros" if self.kind.plus_one else "ones"
+        if self.kind.has_weight:
+            yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
+        if self.bias is not None:
+            yield Shard(f"{self.name}.bias", self.bias, (self.size,), self.start, random="zeros")
         if self.scale_name is not None and self.stream_scale is not None:
             yield Shard(self.scale_name, self.stream_scale, (1,), random="ones", is_constant=True)
 
@@ -61,17 +91,19 @@ class Joint(nn.Module):
 
     With several ranks, the joint first adds up their parts. If the ranks keep the order, a branch's result is whole
     already. Either norm may be absent. The model's first joint has no residual yet: its x, the embeddings, becomes the
-    residual stream.
+    residual stream. If it `replaces` the stream, what the pre norm returns goes on as the stream, too (Vaswani et al.,
+    2017).
     """
 
     def __init__(
         self,
-        post: RMSNorm | None,
-        pre: RMSNorm | None,
+        post: NormLayer | None,
+        pre: NormLayer | None,
         tp: TensorParallel,
         scale: float = 1.0,
         whole: bool = False,
         sums: bool = True,
+        replaces: bool = False,
     ) -> None:
         """Store the norms; None: the model has no norm in that place.
 
@@ -87,6 +119,7 @@ class Joint(nn.Module):
         self.scale = scale
         self.whole = whole
         self.sums = sums
+        self.replaces = replaces
 
     @property
     def post_norm(self) -> Norm | None:
@@ -104,18 +137,22 @@ class Joint(nn.Module):
 
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the next product can add up the ranks' parts of x itself, as for one token; else None."""
-        inbox = self.tp.inbox
-        if inbox is None or self.tp.keeps_order or not self.sums or not inbox.can_sum(x) or not takes_lane(x):
+        inbox, is_fused = self.tp.inbox, self.sums and not self.replaces
+        if inbox is None or self.tp.keeps_order or not is_fused or not inbox.can_sum(x) or not takes_lane(x):
             return None
         return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x to residual and normalise the sum.
 
-        x: [tokens, size], or pieces (kernels.norm.rms_norm), from RowParallelLinear or the embedding
+        x: [tokens, size], or pieces (kernels.norm.norm), from RowParallelLinear or the embedding
         residual: [tokens, size]; None at the model's first joint
         Returns the next branch's input and the residual stream, both [tokens, size].
         """
+        normed, total = self._join(x, residual)
+        return normed, normed if self.replaces else total
+
+    def _join(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
         in_order = self.tp.keeps_order
@@ -125,11 +162,11 @@ class Joint(nn.Module):
         if self.sums and (not in_order or residual is None):
             x = self.tp.all_reduce(x)
         if residual is None:
-            return (x, x) if pre is None else (rms_norm(x, pre), x)
+            return (x, x) if pre is None else (normalize(x, pre), x)
         if pre is None:
             total = add_residual(x, residual, post)
             return total, total
-        return add_rms_norm(x, residual, pre) if post is None else norm_add_rms_norm(x, residual, post, pre)
+        return add_norm(x, residual, pre) if post is None else norm_add_norm(x, residual, post, pre)
 
     def _through_inbox(self, inbox: Inbox, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add and normalise as forward does; one launch adds up the parts in the inboxes and applies the first norm."""
@@ -139,20 +176,27 @@ class Joint(nn.Module):
         how = lane, inbox.rank, inbox.stop, one_owner, inbox.take_stale()
         if post is None:
             assert pre is not None
-            return all_reduce_add_rms_norm(x, residual, pre, *how)
+            return all_reduce_add_norm(x, residual, pre, *how)
         assert residual is not None
-        result = all_reduce_add_rms_norm(x, None, post, *how)[0]
+        result = all_reduce_add_norm(x, None, post, *how)[0]
         if pre is None:
             total = add_residual(result, residual)
             return total, total
-        return add_rms_norm(result, residual, pre)
+        return add_norm(result, residual, pre)
+
+
+def add_branches(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of two branches' results, [tokens, size] or pieces each; pieces if one of them is."""
+    if x.dim() == y.dim() == 2:
+        return x + y
+    return torch.cat([part.float().view(-1, *part.shape[-2:]) for part in (x, y)])
 
 
 def norm_of_sum(x: Tensor, norm: Norm, tp: TensorParallel) -> Tensor:
-    """Return rms_norm of all ranks' x, added up; x: this rank's part of a branch's result, as for Joint.forward"""
+    """Return normalize of all ranks' x, added up; x: this rank's part of a branch's result, as for Joint.forward"""
     inbox = tp.inbox
     if tp.keeps_order or inbox is None or not inbox.can_sum(x):
-        return rms_norm(x if tp.keeps_order else tp.all_reduce(x), norm)
+        return normalize(x if tp.keeps_order else tp.all_reduce(x), norm)
     one_owner = tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
     how = inbox.layer_lane(), inbox.rank, inbox.stop, one_owner, inbox.take_stale()
-    return all_reduce_add_rms_norm(x, None, norm, *how)[0]
+    return all_reduce_add_norm(x, None, norm, *how)[0]

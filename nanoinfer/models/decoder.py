@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,19 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, ImageContext
 from nanoinfer.kernels.adapters.pairs import AdapterRows
+from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.label_head import LabelHead
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
-from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.layers.norm import Joint, NormLayer
+from nanoinfer.layers.positions import PositionEmbedding
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_mlp
+from nanoinfer.models.parallel_layer import ParallelLayer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Matrix
@@ -102,6 +106,10 @@ class Decoder(CausalLM):
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
         self.layers = nn.ModuleList()
+        self.positions = None if model.positions is None else PositionEmbedding(model.positions, model.hidden_size, tp)
+        self.embedding_norm = None
+        if model.embedding_norm is not None:
+            self.embedding_norm = NormLayer(model.embedding_norm, model.hidden_size, model.norm_eps, model.norm)
         joints = _joints(model, tp)
         scaling = model.query_scaling
         scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
@@ -110,6 +118,10 @@ class Decoder(CausalLM):
             mixer = make_mixer(model, layer, rotary, scales, backend, tp)
             mlp = make_mlp(model, layer, tp)
             branch = _make_input_branch(model, layer, tp)
+            if model.is_parallel:
+                mlp_norm = _norm(model, layer, model.names.mlp_norm)
+                self.layers.append(ParallelLayer(next(joints), mixer, mlp_norm, mlp, tp))
+                continue
             of_branches = next(joints), mixer, next(joints), mlp
             self.layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
         self.joint = next(joints)
@@ -121,9 +133,9 @@ class Decoder(CausalLM):
         if model.labels is not None:
             return LabelHead(model.hidden_size, model.labels)
         if model.head_format != PLAIN:
-            return QuantizedHead(HEAD, *sizes, model.formats)
+            return QuantizedHead(HEAD, *sizes, model.formats, model.head_bias)
         if not model.tied:
-            return VocabParallelEmbedding(HEAD, *sizes, dtype=dtype)
+            return VocabParallelEmbedding(HEAD, *sizes, dtype=dtype, bias=model.head_bias)
         if dtype != self.embedding.weight.dtype:
             return VocabParallelEmbedding(EMBEDDING, *sizes, HEAD, dtype)
         return self.embedding
@@ -145,11 +157,15 @@ class Decoder(CausalLM):
         x, residual = self.embedding(token_ids), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
+        if self.positions is not None:
+            x = self.positions(x, context.positions)
         if context.images is not None:
             self._put_images(x, context.images)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
             context.layer_inputs = self.layer_inputs(token_ids, x, context.images, context.adapters)
+        if self.embedding_norm is not None:
+            x = normalize(self.tp.all_reduce(x), self.embedding_norm.norm)
         deep = [] if context.images is None else context.images.deep
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)
@@ -198,23 +214,30 @@ class Decoder(CausalLM):
         return logits
 
 
+def _norm(model: Description, layer: int, name: str | None, scale_name: str | None = None) -> NormLayer | None:
+    if name is None:
+        return None
+    path = f"model.layers.{layer}.{name}"
+    return NormLayer(path, model.hidden_size, model.norm_eps, model.norm, scale_name=scale_name)
+
+
 def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     """Yield the joints in order: one before each branch, and one after the last layer."""
+    if model.post_norm:
+        yield from _joints_behind(model, tp)
+        return
     names = model.names
-    whole = names.attention_post_norm is not None or names.mlp_post_norm is not None
-
-    def norm(layer: int, name: str | None, scale_name: str | None = None) -> RMSNorm | None:
-        if name is None:
-            return None
-        path = f"model.layers.{layer}.{name}"
-        return RMSNorm(path, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=scale_name)
-
+    whole = model.is_parallel or names.attention_post_norm is not None or names.mlp_post_norm is not None
+    norm = partial(_norm, model)
     sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
     is_beside = model.experts is not None and model.experts.beside is not None
-    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None
+    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
     for layer in range(model.num_layers):
         yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
+        if model.is_parallel:
+            sums = True
+            continue
         yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
         post = norm(layer, names.mlp_post_norm)
         sums = not (is_beside and sparse[layer])
@@ -222,5 +245,13 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
             yield Joint(post, None, tp, scale, whole, sums)
             post, sums = norm(layer, model.layer_inputs.post_norm), True
         stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
-    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=stream)
+    last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, model.norm, scale_name=stream)
     yield Joint(post, last, tp, scale, whole, sums)
+
+
+def _joints_behind(model: Description, tp: TensorParallel) -> Iterator[Joint]:
+    """Yield the joints of a model whose norms stand behind the sums."""
+    yield Joint(None, None, tp, sums=model.embedding_norm is None)
+    for layer in range(model.num_layers):
+        for name in (model.names.attention_norm, model.names.mlp_norm):
+            yield Joint(None, _norm(model, layer, name), tp, model.residual_scale, replaces=True)

@@ -10,19 +10,25 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
+from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.layer_inputs import LayerInputSizes
+from nanoinfer.layers.norm import RMS_NORM, NormKind
+from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.models.heads import KVHeads, QueryScaling
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.sources import Beside
+from nanoinfer.weights.sources import AS_STORED, Beside, Spelling
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
 MixerSizes: TypeAlias = GatedDelta | ShortConvolution  # the sizes of what a layer may have in place of attention
-Width = Literal["head", "full"]  # the norm of queries and keys goes over each head by itself, or over all heads at once
+# The norm of queries and keys goes over each head by itself, or over all heads at once, before they are rotated; or
+# over each head by itself, afterwards.
+QKNorm = Literal["head", "full", "rotated"]
+Layout = Literal["stacked", "groups", "quarters"]  # how one tensor of queries, keys and values has them
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class ModuleNames:
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
     last_norm: that of the decoder's result, without a layer's prefix
     layer_scale: a number that multiplies the residual stream behind a layer; None: the model has none
-    qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
+    qkv, gate_up: one name for each projection, or a single name if one tensor holds them; gate_up of an MLP without
+        gates: the name of its first projection
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
     output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
@@ -123,11 +130,21 @@ class Description:
     layer_inputs: what each layer gets beside the residual stream; None: nothing
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
-    norm_plus_one: checkpoints store norm weights less one
+    norm: what the norms are
+    post_norm: the norms stand behind the sums, which go on normalised: attention_norm is that of the sum with
+        attention's result, mlp_norm that of the sum with the MLP's
+    is_parallel: attention and the MLP read the same stream; without mlp_norm, through one norm
+    embedding_norm: the name of the norm of the embeddings; None: they have none
+    positions: vectors for positions, which are added to the embeddings; None: the model has none
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
-    qk_norm: the norm of queries and keys before they are rotated; None: the model has none
+    qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
+    head_norms: their LayerNorms; None: the model has none
+    qkv_layout: of one tensor: "stacked": all queries, then all keys, then all values; "groups": for each key head its
+        queries, the key and the value; "quarters": for each quarter of the heads its queries, values and keys
+    qkv_limit: queries, keys and values are clamped to this, and to its negative; None: they are not
     value_norm: each head of the values is normalised, too, without weights
     activation: the function of the MLP's gate, see kernels.linear.activation
+    is_gated: the MLP has gates; without them it is down(activation(up(x)))
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
@@ -137,6 +154,8 @@ class Description:
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
+    head_bias: the output projection has a bias
+    spelling: how checkpoints write the names of tensors, where they differ from other models'
     formats: those of the matrices, but for embeddings and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     whole_images: for each layer, whether each token of an image sees the whole image; empty: no layer's does
@@ -161,14 +180,23 @@ class Description:
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
     names: ModuleNames = ModuleNames()
-    norm_plus_one: bool = False
-    qk_norm: Width | None = None
+    norm: NormKind = RMS_NORM
+    post_norm: bool = False
+    is_parallel: bool = False
+    embedding_norm: str | None = None
+    positions: PositionTable | None = None
+    qk_norm: QKNorm | None = None
+    head_norms: HeadNorms | None = None
+    qkv_layout: Layout = "stacked"
+    qkv_limit: float | None = None
     value_norm: bool = False
     sinks: bool = False
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    is_gated: bool = True
+    head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -184,12 +212,13 @@ class Description:
     has_tower: bool = False
     skipped: tuple[str, ...] = ()
     labels: int | None = None
+    spelling: Spelling = AS_STORED
     formats: Formats = PLAIN_FORMATS
 
     @property
     def beside(self) -> Beside:
         """What the model's checkpoints hold beside it."""
-        return Beside(self.is_multimodal, self.has_tower, self.skipped, may_be_bare=self.labels == 0)
+        return Beside(self.is_multimodal, self.has_tower, self.skipped, self.labels == 0, self.spelling)
 
     @property
     def generates(self) -> bool:

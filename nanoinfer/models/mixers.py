@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.output_gate import gate_heads
 from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
+from nanoinfer.layers.head_norm import HeadNorm, QKNorms
 from nanoinfer.layers.linear import (
     ColumnParallelLinear,
     Projection,
@@ -21,7 +23,7 @@ from nanoinfer.layers.linear import (
     side_by_side,
     unit_by_unit,
 )
-from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description
@@ -70,6 +72,8 @@ class SelfAttention(nn.Module):
         assert isinstance(pages, Pages)
         self.head_dim = heads.dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
+        self.limit = model.qkv_limit
+        self.head_norms = _head_norms(model, heads, prefix, tp)
         self.gates = len(share_of(model.num_heads, tp.rank, tp.size)) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
             _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
@@ -88,6 +92,7 @@ class SelfAttention(nn.Module):
             heads.parts,
             model.value_norm,
             model.names.sinks,
+            norm_last=model.qk_norm == "rotated",
         )
         self.o_proj = RowParallelLinear(
             prefix + model.names.o,
@@ -101,7 +106,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         projected, residual = self.qkv_proj(x, residual, joint, adapters=context.adapters)
+        if self.limit is not None:
+            projected.clamp_(-self.limit, self.limit)
         qkv = projected.unflatten(-1, (-1, self.head_dim))
+        if self.head_norms is not None:
+            qkv = self.head_norms(qkv)
         if self.gates:
             qkv, gates = qkv.tensor_split([-self.gates], dim=1)
             heads = gate_heads(self.attention(qkv, context), gates)
@@ -131,6 +140,11 @@ def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projec
     count = len(heads.parts)
     names = tuple(prefix + name for name in model.names.qkv[:count])
     units, dim = (model.num_heads, heads.count, heads.count)[:count], heads.dim
+    if model.qkv_layout == "groups":
+        return unit_by_unit(names[0], heads.count, (model.num_heads // heads.count * dim, dim, dim))
+    if model.qkv_layout == "quarters":
+        q, v, k = unit_by_unit(names[0], 4, (model.num_heads // 4 * dim,) * 3)
+        return [q, k, v]
     if not model.output_gate:
         return side_by_side(names, units, dim)
     if model.names.output_gate is not None:
@@ -152,19 +166,33 @@ def _unused_shards(model: Description, heads: KVHeads, prefix: str) -> list[Shar
 
 def _query_and_key_norms(
     model: Description, heads: KVHeads, prefix: str, tp: TensorParallel
-) -> tuple[RMSNorm, RMSNorm | None] | None:
+) -> tuple[NormLayer, NormLayer | None] | None:
     if model.qk_norm is None:
         return None
+    kind = replace(model.norm, has_bias=False)
 
-    def norm(name: str, count: int) -> RMSNorm:
+    def norm(name: str, count: int) -> NormLayer:
         path, dim = prefix + name, heads.dim
-        if model.qk_norm == "head":
-            return RMSNorm(path, dim, model.norm_eps, model.norm_plus_one)
+        if model.qk_norm != "full":
+            return NormLayer(path, dim, model.norm_eps, kind)
         share = share_of(count * dim, tp.rank, tp.size, unit=dim)
-        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, share.start, len(share))
+        return NormLayer(path, count * dim, model.norm_eps, kind, share.start, len(share))
 
     k_norm = None if heads.parts == "q" else norm(model.names.k_norm, heads.count)
     return norm(model.names.q_norm, model.num_heads), k_norm
+
+
+def _head_norms(model: Description, heads: KVHeads, prefix: str, tp: TensorParallel) -> QKNorms | None:
+    norms = model.head_norms
+    if norms is None:
+        return None
+
+    def norm(name: str, count: int) -> HeadNorm:
+        share = share_of(count * heads.dim, tp.rank, tp.size, unit=heads.dim)
+        own = range(share.start // heads.dim, share.stop // heads.dim)
+        return HeadNorm(norms, prefix + name, own, count, heads.dim, model.norm_eps)
+
+    return QKNorms(norm(norms.q, model.num_heads), norm(norms.k, heads.count))
 
 
 def _full_width(model: Description, heads: KVHeads, tp: TensorParallel) -> FullWidth | None:

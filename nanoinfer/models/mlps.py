@@ -8,6 +8,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
+from nanoinfer.kernels.linear.activation import ClampedSwiGLU, activate
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
@@ -17,7 +18,7 @@ from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 
-AnyMLP: TypeAlias = "MLP | MixtureOfExperts | ExpertsBesideMLP"
+AnyMLP: TypeAlias = "MLP | UngatedMLP | MixtureOfExperts | ExpertsBesideMLP"
 
 
 class MLP(nn.Module):
@@ -36,7 +37,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats, unit)
 
     def forward(
-        self, x: Tensor, residual: Tensor, joint: Joint, adapters: AdapterRows | None = None
+        self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         later = self.down_proj.can_apply_activation(x.shape[-2], adapters)
@@ -44,11 +45,33 @@ class MLP(nn.Module):
         return self.down_proj(gated, self.activation if later else None, adapters), residual
 
 
+class UngatedMLP(nn.Module):
+    """The MLP without gates: computes activation(up) and projects back."""
+
+    def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
+        super().__init__()
+        prefix, size, names = f"model.layers.{layer}.", model.mlp_sizes[layer], model.names
+        unit = _unit_of(size, model, tp)
+        up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
+        self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
+        assert not isinstance(model.activation, ClampedSwiGLU)
+        self.activation = model.activation
+        how = tp, model.mlp_bias, model.formats, unit
+        self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
+        up, residual = self.up_proj(x, residual, joint, adapters=adapters)
+        return self.down_proj(activate(up, self.activation), adapters=adapters), residual
+
+
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     """Make the layer's MLP, or the experts that it has instead, or both."""
     experts = model.experts
     if experts is None or not experts.layers[layer]:
-        return MLP(model, layer, tp)
+        return MLP(model, layer, tp) if model.is_gated else UngatedMLP(model, layer, tp)
     names, prefix = model.names, f"model.layers.{layer}."
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, share.start, len(share))

@@ -14,7 +14,11 @@ from nanoinfer.weights.formats.table import read_formats
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config's name: ours
+ACTIVATION_NAMES = {
+    **{name: name for name in ("silu", "gelu", "quick_gelu", "relu", "relu2")},
+    "swish": "silu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+}  # a config's name: ours
 
 
 def describe_common(
@@ -23,7 +27,7 @@ def describe_common(
     """Build a Description from the settings that all families share; `own`, the family's fields, override these.
 
     If `own` has no kv_heads or ropes, all layers have the same; if it has no windows, no layer has one; without mixers
-    all attend.
+    all attend; without max_position, the rotary settings count, too.
     activation_field: the setting that names the activation; None: it is SiLU
     eps_field: the setting with the number that norms add
     Raises ValueError, naming the setting, for a setting that no family here implements.
@@ -42,8 +46,7 @@ def describe_common(
         "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
-        "max_position": read_max_position(config),
-        "norm_eps": getattr(config, eps_field),
+        "norm_eps": own.get("norm_eps") or getattr(config, eps_field),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "activation": ACTIVATION_NAMES[activation],
         "attention_scale": head_dim**-0.5,
@@ -53,9 +56,17 @@ def describe_common(
     }
     if "kv_heads" not in own:
         fields["kv_heads"] = (KVHeads(kv_count_of(config), head_dim),) * config.num_hidden_layers
+    if "max_position" not in own:
+        fields["max_position"] = read_max_position(config)
     if "ropes" not in own:
         fields["ropes"] = (read_rope(config, head_dim),) * config.num_hidden_layers
     return Description(**{**fields, **own})
+
+
+def heads_of_their_own(config: PretrainedConfig) -> tuple[KVHeads, ...]:
+    """Return each layer's heads of keys where each query head has its own; a config may say otherwise, unread."""
+    heads = KVHeads(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+    return (heads,) * config.num_hidden_layers
 
 
 def same_windows(config: PretrainedConfig) -> tuple[int | None, ...]:

@@ -72,9 +72,16 @@ def read_rope(
         return Rope(_llama3(config, plain, parameters), interleaved=interleaved)
     if rope_type == "yarn":
         return _yarn(config, plain, parameters, outer.get("truncate", True), interleaved)
+    if rope_type == "dynamic":
+        return plain_rope(dim, _stretched_theta(theta, dim, parameters), interleaved)
     if rope_type == "longrope":
         return _longrope(config, plain, parameters)
     return Rope(_floats(plain), interleaved=interleaved)
+
+
+def plain_rope(dim: int, theta: float, interleaved: bool = False) -> Rope:
+    """Return the rotary embedding of a base, over the first `dim` numbers of a head, which nothing stretches."""
+    return Rope(_floats(1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), interleaved=interleaved)
 
 
 def in_sections(config: PretrainedConfig, rope: Rope | None, default: list[int], interleaved: bool) -> Rope | None:
@@ -201,6 +208,11 @@ def _yarn_factor(factor: float, parameters: Parameters) -> float:
     if not scale or not scale_all:
         return of(1)
     return of(positive("mscale", scale)) / of(positive("mscale_all_dim", scale_all))
+
+
+def _stretched_theta(theta: float, dim: int, parameters: Parameters) -> float:
+    """HunYuan (Tencent, 2025): the base that a fixed factor stretches, whatever the length."""
+    return theta * float(_number(parameters, "alpha")) ** (dim / (dim - 2))
 
 
 def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> Rope:

@@ -19,8 +19,8 @@ from nanoinfer.kernels.attention.qkv import norm_rotate_reference, norm_rotate_s
 from nanoinfer.kernels.linear import activation as gates
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
-from nanoinfer.kernels.norm import rms_norm as norms
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm import norm as norms
+from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs
 
 TOKENS_AT_ONCE = 4096  # that a weight multiplies
@@ -85,22 +85,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute kernels.norm.rms_norm.rms_norm."""
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute kernels.norm.norm.normalize."""
     out: Tensor = _Differentiable.apply(
-        lambda x, weight: norms.rms_norm(x, Norm(weight, eps)),
-        lambda x, weight: norms.rms_norm_reference(x, Norm(weight, eps)),
+        lambda x, weight: norms.normalize(x, Norm(weight, eps)),
+        lambda x, weight: norms.normalize_reference(x, Norm(weight, eps)),
         x,
         weight,
     )
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute kernels.norm.rms_norm.add_rms_norm."""
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute kernels.norm.norm.add_norm."""
     out: tuple[Tensor, Tensor] = _Differentiable.apply(
-        lambda x, residual, weight: norms.add_rms_norm(x, residual, Norm(weight, eps)),
-        lambda x, residual, weight: norms.add_rms_norm_reference(x, residual, Norm(weight, eps)),
+        lambda x, residual, weight: norms.add_norm(x, residual, Norm(weight, eps)),
+        lambda x, residual, weight: norms.add_norm_reference(x, residual, Norm(weight, eps)),
         x,
         residual,
         weight,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
+from nanoinfer.layers.norm import RMS_NORM
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models.description import EMBEDDING, HEAD, Description, ModuleNames
 from nanoinfer.process.torch_state import fresh_torch_state
@@ -19,7 +20,7 @@ from nanoinfer.trainer import functions
 from nanoinfer.trainer.functions import Heads, PackedSequences
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.shards import Shard, table_of
-from nanoinfer.weights.sources import FileSource, TensorSource
+from nanoinfer.weights.sources import AS_STORED, FileSource, TensorSource
 
 
 def reference(
@@ -115,7 +116,12 @@ def _find_other(model: Description) -> str | None:
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,
         "norms of all heads at once": model.qk_norm == "full",
-        "norms whose weights are stored less one": model.norm_plus_one,
+        "norms other than RMSNorms of plain weights": model.norm != RMS_NORM or model.head_norms is not None,
+        "branches side by side": model.is_parallel,
+        "MLPs without gates": not model.is_gated,
+        "vectors for positions": model.positions is not None,
+        "other names of tensors": model.spelling != AS_STORED,
+        "a biased output projection": model.head_bias,
         "projections that share a tensor": 1 in (len(model.names.qkv), len(model.names.gate_up)),
         "norms of a branch's result": model.names != ModuleNames(),
         "factors of its embeddings, branches, logits or queries": model.query_scaling is not None
@@ -305,5 +311,5 @@ class ReferenceNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and x + residual; without a residual, of x."""
         if residual is None:
-            return functions.rms_norm(x, self.weight, self.eps), x
-        return functions.add_rms_norm(x, residual, self.weight, self.eps)
+            return functions.normalize(x, self.weight, self.eps), x
+        return functions.add_norm(x, residual, self.weight, self.eps)

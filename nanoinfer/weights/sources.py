@@ -45,6 +45,10 @@ class Names(Protocol):
         """Return the name that the table has for a tensor of this name; None if the tensor belongs to another part."""
         ...
 
+    def is_turned(self, name: str) -> bool:
+        """Return whether the matrix of this name in the table is stored as [in, out]."""
+        ...
+
 
 class OfTower:
     """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
@@ -58,6 +62,41 @@ class OfTower:
             known = known.replace(spelling, ours, 1)
         return known
 
+    def is_turned(self, name: str) -> bool:
+        """Return that no matrix is."""
+        return False
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How checkpoints of a model write what others write as the table does.
+
+    beginnings: of names in a checkpoint, and how they begin in the table; the first that fits counts
+    turned: the ends of the names of matrices that are stored as [in, out]
+    unread: the ends of the names of tensors that nobody reads
+    """
+
+    beginnings: tuple[tuple[str, str], ...] = ()
+    turned: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def known_name(self, name: str) -> str | None:
+        """Return the name in the table; None if nobody reads the tensor."""
+        begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[0])), ("", ""))
+        return None if name.endswith(self.unread) else ours + name[len(begin) :]
+
+    def stored_name(self, name: str) -> str:
+        """Return a name in the checkpoint."""
+        begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[1])), ("", ""))
+        return begin + name[len(ours) :]
+
+    def is_turned(self, name: str) -> bool:
+        """Return whether the matrix of this name in the table is stored as [in, out]."""
+        return name.endswith(self.turned)
+
+
+AS_STORED = Spelling()
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -67,26 +106,32 @@ class Beside:
     has_tower: of these, the tower's are read too
     skipped: how the names of further tensors begin that nobody reads
     may_be_bare: names may lack the "model." with which those of a model with a head begin
+    spelling: that of the language model's names
     """
 
     is_multimodal: bool = False
     has_tower: bool = False
     skipped: tuple[str, ...] = ()
     may_be_bare: bool = False
+    spelling: Spelling = AS_STORED
 
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
         if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
             return OfTower().known_name(name) if self.has_tower else None
-        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
-        if known.startswith(self.skipped):
+        known = self.spelling.known_name(name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name)
+        if known is None or known.startswith(self.skipped):
             return None
         return f"model.{known}" if self.may_be_bare and not known.startswith("model.") else known
+
+    def is_turned(self, name: str) -> bool:
+        """Return whether the matrix of this name in the table is stored as [in, out]."""
+        return self.spelling.is_turned(name)
 
     def stored_name(self, name: str) -> str:
         """Return the name that a new checkpoint has for a tensor of the language model or of the tower."""
         if not self.is_multimodal:
-            return name
+            return self.spelling.stored_name(name)
         if name.startswith(OTHER_MODELS):
             return f"model.{name}"
         return name.replace("model.", f"model.{LANGUAGE_MODEL}", 1)
@@ -206,7 +251,8 @@ class FileSource:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     known = self.names.known_name(name)
                     if known is not None:
-                        yield known, reader.get_slice(name), file
+                        tensor = reader.get_slice(name)
+                        yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
 
 
 class _Turned:
@@ -219,6 +265,29 @@ class _Turned:
     def __getitem__(self, index: tuple[slice | int, ...]) -> Tensor:
         entry, rows, columns = index
         matrix: Tensor = self._stack[entry, columns, rows]
+        return matrix.mT
+
+
+class _TurnedMatrix:
+    """Reads a matrix in a file as if it were the other way round."""
+
+    def __init__(self, matrix: Any) -> None:
+        """matrix: a slice object of safetensors"""
+        self._matrix = matrix
+
+    def get_shape(self) -> list[int]:
+        """Return the shape the other way round."""
+        return list(reversed(self._matrix.get_shape()))
+
+    def get_dtype(self) -> str:
+        """Return the type of the numbers, as the file names it."""
+        return str(self._matrix.get_dtype())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is not ...:
+            rows, columns = index
+            index = columns, rows
+        matrix: Tensor = self._matrix[index]
         return matrix.mT
 
 
@@ -265,7 +334,7 @@ class TensorSource:
             name, tensor = _name_and_tensor(pair, self.what)
             known = self._names.known_name(name)
             if known is not None:
-                yield known, tensor
+                yield known, tensor.mT if self._names.is_turned(known) and tensor.dim() == 2 else tensor
             del pair, tensor  # so that they can go before the next ones come
         if self.is_partial and not (are_there or self._may_be_empty):
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")

@@ -1,6 +1,7 @@
 """Cases: small models of every class, which are compared with transformers. docs/add-a-model.md says how to add one."""
 
 from cases.case import LONGROPE, SHAPE, VOCAB, Case, build
+from cases.classics import CLASSICS
 from cases.corrected import CORRECTED
 from cases.dense import DENSE
 from cases.gemma4 import GEMMA4
@@ -12,6 +13,7 @@ __all__ = ["CASES", "LONGROPE", "MULTIMODAL", "SHAPE", "VOCAB", "Case", "build"]
 
 CASES = {
     **DENSE,
+    **CLASSICS,
     **SPARSE,
     **CORRECTED,
     **STATES,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from decoder_rows import launch_row
@@ -38,7 +38,7 @@ from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, activate
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
@@ -51,7 +51,7 @@ from nanoinfer.kernels.linear.in_order.weight import (
     in_order_triton,
 )
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
-from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
 from nanoinfer.kernels.sampling.draw import MaskedLines, draw_masked_triton, draw_triton
@@ -143,8 +143,8 @@ def fp8(dtype: torch.dtype, *shape: int) -> Fp8LinearWeight | Tensor:
     return weight if can_multiply_fp8(dtype, weight) else plain(dtype, *shape)
 
 
-def norm_of(size: int, dtype: torch.dtype) -> Norm:
-    return Norm(empty(size, dtype=dtype), 1e-6)
+def norm_of(size: int, dtype: torch.dtype, centred: bool = False) -> Norm:
+    return Norm(empty(size, dtype=dtype), 1e-6, centred=centred, bias=empty(size, dtype=dtype) if centred else None)
 
 
 def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: torch.dtype) -> None:
@@ -156,6 +156,13 @@ def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: tor
         linear(x, weight, may_split=True)
     else:
         norm_linear(x, empty(tokens, inputs, dtype=dtype), norm_of(inputs, dtype), weight, activation=activation)
+
+
+def multiply_centred(weigh: Callable[..., AnyWeight]) -> None:
+    """Multiply a row behind a LayerNorm."""
+    rows, inputs = QWEN3_8B["gates and ups"]
+    x, norm = empty(1, inputs, dtype=BF16), norm_of(inputs, BF16, centred=True)
+    norm_linear(x, x, norm, weigh(BF16, rows, inputs), empty(rows), "gelu")
 
 
 def multiply_lane(weigh: Callable[..., AnyWeight]) -> None:
@@ -296,11 +303,11 @@ def convolve_and_norm() -> None:
     gated_norm(attended, gates, empty(HEAD), 1e-6)
 
 
-def normalise(size: int, dtype: torch.dtype) -> None:
-    x, norm = empty(300, size, dtype=dtype), norm_of(size, dtype)
-    rms_norm(x, norm)
-    add_rms_norm(empty(4, 300, size), x, norm)
-    norm_add_rms_norm(x, x, norm, norm)
+def normalise(size: int, dtype: torch.dtype, centred: bool = False) -> None:
+    x, norm = empty(300, size, dtype=dtype), norm_of(size, dtype, centred)
+    normalize(x, norm)
+    add_norm(empty(4, 300, size), x, norm)
+    norm_add_norm(x, x, norm, norm)
 
 
 def sample(rows: int, dtype: torch.dtype) -> None:
@@ -371,6 +378,7 @@ def of_products() -> Iterator[Launch]:
                 often = "always"
             call = partial(multiply, weigh, name, tokens, dtype)
             yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    yield Launch("plain, a LayerNorm and gates and ups of 1", partial(multiply_centred, plain), "often")
     yield Launch("plain, qkv of a row of two ranks", partial(multiply_lane, plain), "often")
     yield Launch("plain, gates and ups of 4096 in float16", partial(multiply, plain, "gates and ups", 4096, FP16))
     for tokens, inputs in ((144, 4096), (192, 12288), (256, 12288)):
@@ -490,6 +498,8 @@ def of_the_rest() -> Iterator[Launch]:
     yield Launch("around the delta rule", convolve_and_norm)
     for size, dtype in ((1024, BF16), (5376, BF16), *product((4096, 12288), (BF16, FP32))):
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
+    yield Launch("LayerNorms of 4096", partial(normalise, 4096, BF16, centred=True))
+    yield Launch("activations", lambda: [activate(empty(300, 8192, dtype=BF16), name) for name in get_args(Function)])
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))
     yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.fp8 import put
 from nanoinfer.kernels.fp8 import FP8, round_to_fp8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm.norm import Norm
 
 Parts = Literal["qkv", "qk", "q"]  # what a layer projects for its heads of queries, keys and values
 HEADS_PER_PROGRAM = 8
@@ -35,6 +35,7 @@ def norm_rotate_store(
     parts: Parts = "qkv",
     value_norm: bool = False,
     sections: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
@@ -42,6 +43,8 @@ def norm_rotate_store(
         tokens may lie apart
     parts: "qk": qkv has no value heads; the values are the keys as they come. "q": qkv has query heads alone; the cache
         has another layer's keys and values, and gets none
+    norm_last: the norm's weights multiply behind the rotation, which leaves mean squares as they are; with weights of
+        [head_dim], without query_scales
     value_norm: value heads are normalised, too, each by itself and without weights; only with such norms of the others
     q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
     mean_squares: [tokens, 2] float32, of all query heads and of all key heads of a token, over all ranks. With it the
@@ -64,6 +67,7 @@ def norm_rotate_store(
     assert mean_squares is None or (q_norm is not None and parts == "qkv")
     assert not value_norm or (q_norm is not None and mean_squares is None)
     assert query_scales is None or (cos_sin is not None and positions.ndim == 1)
+    assert not norm_last or (q_norm is not None and mean_squares is None and query_scales is None)
     function = norm_rotate_store_triton if qkv.is_cuda else norm_rotate_store_reference
     return function(
         qkv,
@@ -81,6 +85,7 @@ def norm_rotate_store(
         parts,
         value_norm,
         sections,
+        norm_last,
     )
 
 
@@ -100,11 +105,12 @@ def norm_rotate_store_reference(
     parts: Parts = "qkv",
     value_norm: bool = False,
     sections: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """norm_rotate_store in torch."""
     heads = qkv.shape[1] - (len(parts) - 1) * k_cache.shape[2]
     how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, parts, value_norm, sections
-    q, k, v = norm_rotate_reference(qkv, heads, *how)
+    q, k, v = norm_rotate_reference(qkv, heads, *how, norm_last)
     if parts == "q":
         return q
     if int(slot_mapping.min()) < 0:  # padding tokens
@@ -133,12 +139,14 @@ def norm_rotate_reference(
     parts: Parts = "qkv",
     value_norm: bool = False,
     sections: Tensor | None = None,
+    norm_last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm_rotate_store's queries, keys and values, each [tokens, its heads, head_dim]."""
     kv_heads = (qkv.shape[1] - heads) // max(len(parts) - 1, 1)
     qk, v = qkv[:, : heads + kv_heads], qkv[:, qkv.shape[1] - kv_heads :]
     if q_norm is not None:
-        qk = _normed(qk, heads, q_norm, k_norm or q_norm, mean_squares)
+        if not norm_last:
+            qk = _normed(qk, heads, q_norm, k_norm or q_norm, mean_squares)
         if value_norm:
             v = F.rms_norm(v.float(), v.shape[-1:], eps=q_norm.eps).to(v.dtype)
     if cos_sin is not None:
@@ -148,6 +156,8 @@ def norm_rotate_reference(
         if query_scales is not None:
             qk[:, :heads] *= query_scales[at, None, None]
         qk = qk.to(qkv.dtype)
+    if q_norm is not None and norm_last:
+        qk = _normed(qk, heads, q_norm, k_norm or q_norm, None)
     return qk[:, :heads], qk[:, heads:], v
 
 
@@ -205,6 +215,7 @@ def norm_rotate_store_triton(
     parts: Parts = "qkv",
     value_norm: bool = False,
     sections: Tensor | None = None,
+    norm_last: bool = False,
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
@@ -236,6 +247,7 @@ def norm_rotate_store_triton(
         PLUS_ONE=q_norm is not None and q_norm.plus_one,
         PARTS=parts,
         VALUE_NORM=value_norm,
+        NORM_LAST=norm_last,
         ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
         INTERLEAVED=interleaved and cos_sin is not None,
         SCALE_QUERIES=query_scales is not None,
@@ -272,6 +284,7 @@ def _norm_rotate_store_kernel(
     PLUS_ONE: tl.constexpr,
     PARTS: tl.constexpr,
     VALUE_NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALE_QUERIES: tl.constexpr,
@@ -337,12 +350,16 @@ def _norm_rotate_store_kernel(
         else:
             mean_square = tl.load(mean_squares_ptr + 2 * token + tl.where(is_q, 0, 1))
             scale = tl.rsqrt(mean_square + eps)
-        out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
-        out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
+        if not NORM_LAST:
+            out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
+            out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
     if ROTARY_DIM > 0:
         out1, out2 = out1 * cos - out2 * sin, out2 * cos + out1 * sin
         if SCALE_QUERIES:
             out1, out2 = out1 * query_scale, out2 * query_scale
+    if NORM_LAST:
+        out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
+        out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
     out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at

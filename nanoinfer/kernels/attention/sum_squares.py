@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
-from nanoinfer.kernels.norm.rms_norm import norm_warps
+from nanoinfer.kernels.norm.norm import norm_warps
 
 
 def sum_squares(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:

@@ -11,7 +11,7 @@ from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference
 from nanoinfer.kernels.decoder.shares import WAVE
 from nanoinfer.kernels.launch import is_measured, num_multiprocessors
-from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 
 PROGRAMS = 128  # at most; each has a multiprocessor to itself
 MAX_SHARE = 48 * 1024  # numbers of a weight that a program's registers hold beside all else
@@ -129,16 +129,16 @@ def decoder_row_reference(model: RowModel, token: Tensor, position: Tensor, slot
     h = model.embeddings[token.long()]
     length = position + 1
     for layer in model.layers:
-        qkv = F.linear(rms_norm_reference(h, Norm(layer.mixer_norm, model.eps)), layer.qkv)
+        qkv = F.linear(normalize_reference(h, Norm(layer.mixer_norm, model.eps)), layer.qkv)
         norms = Norm(layer.q_norm, model.eps), Norm(layer.k_norm, model.eps)
         caches = layer.k_cache, layer.v_cache
         heads = qkv.view(1, -1, shape.head_dim)
         q = norm_rotate_store_reference(heads, *norms, None, model.cos_sin, False, None, position, *caches, slot)
         attended = paged_decode_reference(q, *caches, pages, length, int(length), model.scale)
         h = h + F.linear(attended.flatten(1), layer.o)
-        gate, up = F.linear(rms_norm_reference(h, Norm(layer.mlp_norm, model.eps)), layer.gate_up).chunk(2, dim=1)
+        gate, up = F.linear(normalize_reference(h, Norm(layer.mlp_norm, model.eps)), layer.gate_up).chunk(2, dim=1)
         h = h + F.linear(F.silu(gate) * up, layer.down)
-    return rms_norm_reference(h, Norm(model.last_norm, model.eps))
+    return normalize_reference(h, Norm(model.last_norm, model.eps))
 
 
 def block_of(width: int) -> int:

@@ -76,7 +76,7 @@ def dots(tiles, xs):
 
 @triton.jit
 def normed(h, weight, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-    """rms_norm of h, float32 [HIDDEN]."""
+    """normalize of h, float32 [HIDDEN]."""
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / HIDDEN + eps)
     return (rounded(h * scale, dtype) * weight.to(tl.float32)).to(dtype)
 

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP, act(gate) * up (Shazeer, 2020): SwiGLU, GeGLU, and a SwiGLU of clamped gates and ups."""
+"""The activation of an MLP, and of a gated one: act(gate) * up (Shazeer, 2020), such as SwiGLU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -30,20 +31,40 @@ class ClampedSwiGLU:
     limit: float
 
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
+Function = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
+Activation: TypeAlias = Function | ClampedSwiGLU
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def activate(x: Tensor, activation: Function) -> Tensor:
+    """Compute act(x), of [tokens, size].
+
+    activation: "silu", x / (1 + exp(-x)); "gelu", x / 2 * (1 + erf(x / sqrt(2))), or "gelu_tanh", its approximation
+        x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))), or "quick_gelu", x / (1 + exp(-1.702 * x)), all three
+        by Hendrycks and Gimpel, 2016; "relu", max(x, 0); or "relu2", its square (So et al., 2021)
+    """
+    return activate_triton(x, activation) if x.is_cuda else _FUNCTIONS[activation](x)
+
+
+def activate_triton(x: Tensor, activation: Function) -> Tensor:
+    """activate as one launch."""
+    out = torch.empty_like(x)
+    _launch(x, out, activation, is_gated=False)
+    return out
 
 
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute act(gate) * up: [tokens, 2 * size], gate before up, to [tokens, size].
 
-    activation: "silu", gate / (1 + exp(-gate)); or "gelu_tanh", the approximation of GELU by tanh (Hendrycks and
-        Gimpel, 2016): gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3))); or a ClampedSwiGLU, the product
-        with the up included, as in gpt-oss (OpenAI, 2025)
+    activation: as for activate; or a ClampedSwiGLU, the product with the up included, as in gpt-oss (OpenAI, 2025)
     """
     return gate_mul_triton(gate_up, activation) if gate_up.is_cuda else gate_mul_reference(gate_up, activation)
 
@@ -72,32 +93,34 @@ def fp8_gate_mul_triton(gate_up: Tensor, activation: Activation) -> Fp8Tokens:
     return out
 
 
-def _launch(gate_up: Tensor, out: Tensor | Fp8Tokens, activation: Activation) -> None:
-    assert gate_up.is_contiguous()
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+def _launch(x: Tensor, out: Tensor | Fp8Tokens, activation: Activation, is_gated: bool = True) -> None:
+    assert x.is_contiguous()
+    tokens, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
-    _gate_mul_kernel[(tokens, cdiv(size, BLOCK))](
-        gate_up,
+    _activation_kernel[(tokens, cdiv(size, BLOCK))](
+        x,
         numbers,
         scales,
         len(numbers),
         size,
         ACTIVATION=activation,
+        GATED=is_gated,
         IN_FP8=scales is not None,
         MAKE_WAY=scales is not None or size < WIDE,
         BLOCK=BLOCK,
-        **launch_options(gate_up),
+        **launch_options(x),
     )
 
 
 @triton.jit(do_not_specialize=["room"])
-def _gate_mul_kernel(
-    gate_up_ptr,
+def _activation_kernel(
+    x_ptr,
     out_ptr,
     scales_ptr,
     room,
     size,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     IN_FP8: tl.constexpr,
     MAKE_WAY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,9 +130,13 @@ def _gate_mul_kernel(
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
-    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
-    up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
-    out = gate_mul_block(gate, up, ACTIVATION)
+    if GATED:
+        gate = tl.load(x_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
+        up = tl.load(x_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
+        out = gate_mul_block(gate, up, ACTIVATION)
+    else:
+        x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
+        out = activate_block(x.to(tl.float32), ACTIVATION).to(x.dtype)
     if IN_FP8:
         numbers, scales = quantize_blocks(tl.reshape(out.to(tl.float32), [BLOCK // FP8_BLOCK, FP8_BLOCK]))
         out = tl.reshape(numbers, [BLOCK]).to(out_ptr.dtype.element_ty)
@@ -128,13 +155,32 @@ def gated_row(n, weight_rows):
 def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
     """Compute gate_mul inside a kernel, of blocks in the model's dtype; round act(gate) to it, as transformers does."""
     wide = gate.to(tl.float32)
-    if ACTIVATION == "silu":
-        act = wide * tl.sigmoid(wide)
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is sigmoid(2 * u), in which an exp that overflows gives a 0 and no NaN.
-        act = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
-    else:
+    if _is_clamped(ACTIVATION):
         wide = tl.minimum(wide, ACTIVATION.limit)
         act = wide * tl.sigmoid(ACTIVATION.alpha * wide)
         up = tl.minimum(tl.maximum(up, -ACTIVATION.limit), ACTIVATION.limit) + 1.0
+    else:
+        act = activate_block(wide, ACTIVATION)
     return act.to(gate.dtype) * up
+
+
+@triton.constexpr_function
+def _is_clamped(activation):
+    return isinstance(activation, ClampedSwiGLU)
+
+
+@triton.jit
+def activate_block(wide, ACTIVATION: tl.constexpr):
+    """Compute activate inside a kernel, in float32."""
+    if ACTIVATION == "silu":
+        return wide * tl.sigmoid(wide)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2 * u), in which an exp that overflows gives a 0 and no NaN.
+        return wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    elif ACTIVATION == "gelu":
+        return wide * 0.5 * (1.0 + tl.erf(wide * 0.7071067811865476))
+    elif ACTIVATION == "quick_gelu":
+        return wide * tl.sigmoid(1.702 * wide)
+    else:
+        act = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return act * act if ACTIVATION == "relu2" else act

@@ -15,7 +15,7 @@ from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
 from nanoinfer.kernels.linear.weight import Weight, add_and_norm
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 AnyWeight: TypeAlias = Tensor | Weight
@@ -85,14 +85,14 @@ def norm_linear(
     post: Norm | None = None,
     lane: VectorLane | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
+    """Return linear(normalize(total, norm), weight, bias, activation) and total = x + residual.
 
     The norm's stream_scale, if there is one, multiplies the total.
 
     x: [tokens, in_features], or with a residual also pieces that add up to it
     residual: [tokens, in_features]; None: the total is x
     norm: None: the total itself is multiplied
-    post: if given, the total is rms_norm(x, post) + residual; needs a residual
+    post: if given, the total is normalize(x, post) + residual; needs a residual
     lane: if given, x stands for the sum of all ranks' x; only where takes_lane(x)
     """
     assert post is None or residual is not None
@@ -113,7 +113,7 @@ def norm_and_linear(
     lane: VectorLane | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total.
+    """Return norm_linear's product, or pieces of it; the product's input, normalize(total, norm); and the total.
 
     weight: of x's dtype or of float32, in which the product is computed then
     """

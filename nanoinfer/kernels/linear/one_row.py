@@ -40,7 +40,7 @@ from nanoinfer.kernels.linear.fp8.row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import load_bias, plain_row
-from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
+from nanoinfer.kernels.norm.norm import Form, Norm, load_norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
 OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight | RowOperand
@@ -132,8 +132,10 @@ def _launch(
             x,
             residual,
             norm.weight if norm else None,
+            norm.bias if norm else None,
             norm.stream_scale if norm else None,
             post.weight if post else None,
+            post.bias if post else None,
             total,
             normed,
             norm.eps if norm else None,
@@ -157,8 +159,8 @@ def _launch(
             block_k,
             operand.form,
             activation,
-            norm is not None and norm.plus_one,
-            post is not None and post.plus_one,
+            norm.form if norm else None,
+            post.form if post else None,
             (lane.rank, len(lane.inboxes), lane.stale is not None) if lane else None,
             of_row.shape(programs, block_k, 32 * warps, operand.per_load, in_features // numbers.shape[-1])
             if of_row
@@ -187,8 +189,10 @@ class Prologue(NamedTuple):
     x: Tensor
     residual: Tensor | None
     norm: Tensor | None
+    norm_bias: Tensor | None
     stream_scale: Tensor | None
     post: Tensor | None
+    post_bias: Tensor | None
     total: Tensor | None
     normed: Tensor | None
     eps: float | None
@@ -208,8 +212,8 @@ class RowConstants:
     block_k: int
     form: Any
     activation: Activation | None
-    plus_one: bool
-    post_plus_one: bool
+    norm: Form | None
+    post: Form | None
     lane: tuple[int, int, bool] | None
     adapter: RowAdapterShape | None
 
@@ -238,6 +242,8 @@ def _one_row_kernel(
     ACTIVATION: tl.constexpr = HOW.activation
     GATED: tl.constexpr = ACTIVATION is not None
     ADAPTER: tl.constexpr = HOW.adapter
+    NORM: tl.constexpr = HOW.norm
+    POST: tl.constexpr = HOW.post
     ADAPTED: tl.constexpr = ADAPTER is not None
     program, programs, first_row = tl.program_id(0), tl.num_programs(0), tl.full([], 0, tl.int64)
     if experts_ptr is not None:  # which the predecessor has chosen
@@ -257,9 +263,9 @@ def _one_row_kernel(
     if bias_ptr is not None:
         bias = load_bias(bias_ptr + first_row, first, weight_rows, N, GATED)
     if prologue.post is not None:
-        post_weight = tl.load(prologue.post + k, mask=inside, other=0.0)
+        post_weight, post_bias = load_norm(prologue.post, prologue.post_bias, k, inside)
     if prologue.norm is not None:
-        norm_weight = tl.load(prologue.norm + k, mask=inside, other=0.0)
+        norm_weight, norm_bias = load_norm(prologue.norm, prologue.norm_bias, k, inside)
     if ADAPTED:
         PARTS: tl.constexpr = ADAPTER.parts
         COLUMNS: tl.constexpr = ADAPTER.columns_block
@@ -283,7 +289,7 @@ def _one_row_kernel(
         BLOCK: tl.constexpr = triton.next_power_of_2(RANKS)
         x = add_ranks(x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, BLOCK)
     if prologue.post is not None:
-        x = norm_block(x, post_weight, in_features, prologue.post_eps, HOW.post_plus_one)
+        x = norm_block(x, post_weight, post_bias, in_features, prologue.post_eps, POST)
     if prologue.residual is not None:
         x += tl.load(prologue.residual + k, mask=inside, other=0.0)
         if prologue.stream_scale is not None:
@@ -291,7 +297,7 @@ def _one_row_kernel(
     if prologue.residual is not None or HOW.lane is not None:
         tl.store(prologue.total + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if prologue.norm is not None:
-        x = norm_block(x, norm_weight, in_features, prologue.eps, HOW.plus_one)
+        x = norm_block(x, norm_weight, norm_bias, in_features, prologue.eps, NORM)
     if prologue.normed is not None:
         tl.store(prologue.normed + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if ADAPTED:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.one_row import OneRowWeight
-from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.norm.norm import Norm, add_norm, add_residual, norm_add_norm, normalize
 
 
 class Weight(ABC):
@@ -45,8 +45,8 @@ class Weight(ABC):
 def add_and_norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:
     """Return the input of norm_linear's product, and the total; makes one launch at most."""
     if residual is None:
-        return x if norm is None else rms_norm(x, norm), x
+        return x if norm is None else normalize(x, norm), x
     if norm is None:
         total = add_residual(x, residual, post)
         return total, total
-    return add_rms_norm(x, residual, norm) if post is None else norm_add_rms_norm(x, residual, post, norm)
+    return add_norm(x, residual, norm) if post is None else norm_add_norm(x, residual, post, norm)

@@ -1,4 +1,4 @@
-"""The sum over the ranks, the residual and RMSNorm in one launch; the ranks write their parts to inboxes."""
+"""The sum over the ranks, the residual and a norm in one launch; the ranks write their parts to inboxes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import launch_options, next_power_of_2, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
+from nanoinfer.kernels.norm.norm import Norm, load_norm, norm_block, norm_warps
 from nanoinfer.kernels.ranks.send_receive import empty, inbox_of, receive, send, send_to_all
 
 
-def all_reduce_add_rms_norm(
+def all_reduce_add_norm(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm,
@@ -22,7 +22,7 @@ def all_reduce_add_rms_norm(
     one_owner: bool = False,
     stale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add up every rank's x, in float32 and rounded once; then compute kernels.norm.rms_norm.add_rms_norm of the sum.
+    """Add up every rank's x, in float32 and rounded once; then compute kernels.norm.norm.add_norm of the sum.
 
     x: this rank's part, [tokens, size]; residual: [tokens, size], or None: nothing is added
     inboxes: [ranks] int64, each the address of room for [ranks, tokens, size] of x's dtype, all negative zeros
@@ -31,7 +31,7 @@ def all_reduce_add_rms_norm(
         this is less traffic, but one more trip over the wire. Each rank then has x + residual for its own tokens only,
         and undefined numbers for the others. In the next such call with as many tokens, it owns the same ones.
     stale: as in VectorLane; with it, x must be one vector
-    Returns (rms_norm(total), total) for total = the sum + residual, both [tokens, size].
+    Returns (normalize(total), total) for total = the sum + residual, both [tokens, size].
     """
     tokens, size = x.shape
     assert norm.stream_scale is None
@@ -45,6 +45,7 @@ def all_reduce_add_rms_norm(
         x,
         residual,
         norm.weight,
+        norm.bias,
         out,
         total,
         inboxes,
@@ -56,7 +57,7 @@ def all_reduce_add_rms_norm(
         RANK=rank,
         RANKS=ranks,
         ADD=residual is not None,
-        PLUS_ONE=norm.plus_one,
+        NORM=norm.form,
         ONE_OWNER=one_owner,
         STALE=stale is not None,
         BLOCK=block,
@@ -72,6 +73,7 @@ def _all_reduce_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     out_ptr,
     total_ptr,
     inboxes_ptr,
@@ -83,7 +85,7 @@ def _all_reduce_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ADD: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
+    NORM: tl.constexpr,
     ONE_OWNER: tl.constexpr,
     STALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,7 +95,7 @@ def _all_reduce_norm_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    weight, bias = load_norm(weight_ptr, bias_ptr, offsets, mask)
     inbox = inbox_of(inboxes_ptr, RANK, x_ptr.dtype)
     matrix = tokens * size  # the numbers of one rank's part; an inbox has room for one from each rank
     wait_for_predecessor(EARLY)
@@ -118,7 +120,7 @@ def _all_reduce_norm_kernel(
             total = _sum(x_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS, RANKS_BLOCK)
             if ADD:
                 total += residual
-            out = norm_block(total, weight, size, eps, PLUS_ONE)
+            out = norm_block(total, weight, bias, size, eps, NORM)
             tl.store(total_ptr + place, total, mask=mask)
             tl.store(out_ptr + place, out, mask=mask)
             if ONE_OWNER:

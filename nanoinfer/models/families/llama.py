@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.description import Description
+from nanoinfer.layers.norm import NormKind
+from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers
+from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +52,50 @@ def _in_pairs(config: PretrainedConfig, **biases: Any) -> Description:
     refuse_windows(config)
     rope = read_rope(config, head_dim_of(config), interleaved=True)
     return describe_common(config, ropes=(rope,) * config.num_hidden_layers, **biases)
+
+
+def describe_arcee(config: PretrainedConfig) -> Description:
+    """Describe an Arcee model (Arcee AI, 2025): an MLP without gates."""
+    refuse_windows(config)
+    return describe_common(
+        config,
+        names=ModuleNames(gate_up=("mlp.up_proj",)),
+        is_gated=False,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+def describe_nanochat(config: PretrainedConfig) -> Description:
+    """Describe a nanochat model (Karpathy, 2025): norms without weights, and heads that turn the other way round."""
+    rope = read_rope(config, head_dim_of(config))
+    rope = replace(rope, frequencies=tuple(-frequency for frequency in rope.frequencies))
+    return describe_common(
+        config,
+        names=ModuleNames(gate_up=("mlp.fc1",), down="mlp.fc2"),
+        norm=NormKind(has_weight=False),
+        embedding_norm="model.norm",
+        is_gated=False,
+        qk_norm="head",
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        logit_cap=positive_or_none("final_logit_softcapping", config.final_logit_softcapping),
+    )
+
+
+def describe_hunyuan(config: PretrainedConfig) -> Description:
+    """Describe a dense HunYuan model (Tencent, 2025): queries and keys are normalised behind their rotation."""
+    rope = read_rope(config, head_dim_of(config), types=("default", "linear", "dynamic"))
+    return describe_common(
+        config,
+        names=ModuleNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+        qk_norm="rotated",
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+    )
 
 
 def describe_cwm(config: PretrainedConfig) -> Description:

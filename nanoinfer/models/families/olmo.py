@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, refuse
+from nanoinfer.models.settings import head_dim_of, positive_or_none, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +23,19 @@ NAMES = ModuleNames(
     mlp_norm=None,
     mlp_post_norm="post_feedforward_layernorm",
 )
+
+
+def describe_olmo(config: PretrainedConfig) -> Description:
+    """Describe an OLMo model (Groeneveld et al., 2024): LayerNorms without weights; heads may be clamped."""
+    refuse_windows(config)
+    return describe_common(
+        config,
+        norm=NormKind(centred=True, has_weight=False),
+        norm_eps=1e-5,
+        qkv_limit=positive_or_none("clip_qkv", config.clip_qkv),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+    )
 
 
 def describe_olmo2(config: PretrainedConfig) -> Description:

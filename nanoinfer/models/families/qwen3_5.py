@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts, sparse_layers
 from nanoinfer.models.reading import describe_common, read_mixers, read_width
@@ -47,7 +48,7 @@ def _describe(config: PretrainedConfig, by_head: bool = False, **own: Any) -> De
         config,
         mixers=mixers,
         ropes=tuple(rope if mixer is None else None for mixer in mixers),
-        norm_plus_one=True,
+        norm=NormKind(plus_one=True),
         qk_norm="head",
         output_gate=True,
         qkv_bias=config.attention_bias,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
-from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.weights.shards import Section, Shard
 

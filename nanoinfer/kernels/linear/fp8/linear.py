@@ -25,7 +25,7 @@ from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton,
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, load_block, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.linear.weight import Weight, add_and_norm
-from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
+from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton
 
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
 CUBLAS_VERSION = (12, 9)  # of CUDA, in which cuBLAS came to do so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
@@ -65,7 +66,7 @@ def _describe(config: PretrainedConfig, activation_field: str, **own: Any) -> De
     return describe_common(
         config,
         activation_field,
-        norm_plus_one=True,
+        norm=NormKind(plus_one=True),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         embedding_scale=config.hidden_size**0.5,

@@ -1,0 +1,31 @@
+"""How the checkpoints of these families begin the names of tensors."""
+
+from __future__ import annotations
+
+from nanoinfer.models.description import EMBEDDING
+from nanoinfer.weights.sources import Spelling
+
+MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")  # older files have them
+
+
+def spelling(
+    model: str,
+    embedding: str,
+    layers: str,
+    others: tuple[str, ...] = (),
+    head: str | None = None,
+    turned: tuple[str, ...] = (),
+) -> Spelling:
+    """Return the spelling of a family's names.
+
+    model: what begins the names; some files lack it
+    embedding, layers: the modules in it; others: its other modules
+    head: the output projection; None: "lm_head"
+    turned: as for Spelling
+    """
+    ours = [(f"{embedding}.", f"{EMBEDDING}."), (f"{layers}.", "model.layers.")]
+    beginnings = [(f"{model}.{begin}", known) for begin, known in [*ours, ("", "model.")]]
+    beginnings += [*ours, *((f"{other}.", f"model.{other}.") for other in others)]
+    if head is not None:
+        beginnings.append((f"{head}.", "lm_head."))
+    return Spelling(tuple(beginnings), turned, MASKS)
