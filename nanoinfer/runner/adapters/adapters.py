@@ -45,7 +45,7 @@ class AdapterSlots:
         head = Section(HEAD, model.num_ids, shape, model.first_id) if config.description.generates else None
         bases = Bases(model, head)
         _check_host_memory(bases, config, device)
-        modules = Modules(model, bases)
+        modules = Modules(model, bases, config.description.spelling)
         with default_dtype(config.torch_dtype):
             self._wrap(model, bases)
         if bases.head is not None:

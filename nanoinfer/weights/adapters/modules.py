@@ -13,7 +13,7 @@ from nanoinfer.weights.adapters.low_rank import LowRank
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.roll import listed, names_like
 from nanoinfer.weights.shards import table_of
-from nanoinfer.weights.sources import LANGUAGE_MODEL, OTHER_MODELS
+from nanoinfer.weights.sources import AS_STORED, LANGUAGE_MODEL, OTHER_MODELS, Spelling
 
 WEIGHT = ".weight"
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # end the names of what weighs experts, or come just before the end
@@ -56,7 +56,9 @@ class Modules:
     stacks: by the module that has them
     """
 
-    def __init__(self, model: nn.Module, bases: Bases) -> None:
+    def __init__(self, model: nn.Module, bases: Bases, spelling: Spelling = AS_STORED) -> None:
+        """spelling: that of the model's checkpoints"""
+        self._spelling = spelling
         self.shapes = {section.name: section.shape for base in bases for section in base.sections}
         self.stacks: dict[str, list[ExpertStack]] = {}
         for experts in bases.of_experts:
@@ -70,7 +72,7 @@ class Modules:
         name: as a trainer calls it: in a multimodal model or out of it, with its head or without
         """
         bare = name.replace(LANGUAGE_MODEL, "", 1)
-        for spelling in (bare, f"model.{bare}"):
+        for spelling in (bare, f"model.{bare}", self._spelling.known_name(bare) or bare):
             for known in (spelling, self._others.get(spelling)):  # a tied head's other name is the embedding's
                 if known in self.shapes or known in self.stacks:
                     return known
