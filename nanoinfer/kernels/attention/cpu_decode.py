@@ -10,27 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import scores_of, softmax_with_sinks
+from nanoinfer.kernels.attention.scores import Bias, scores_of, softmax_with_sinks
 from nanoinfer.kernels.fp8 import as_bytes
 
 SPARE_KEYS = 64  # one more call costs as much as so many masked keys: a block joins a run if it adds no more
 COPIED_NUMBERS = 1 << 16  # or as much as to copy so many numbers of keys, and as many of values
 
-Span = tuple[int, int, int]  # a row, and where the keys of a block that it sees begin and end
+# A row, where the keys of a block that it sees begin and end, and its query's place, from the block's first key on
+Span = tuple[int, int, int, int]
 Blocks = list[tuple[int, list[Span]]]  # of a run, each with its spans
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """Neighbouring blocks of the cache, or blocks that are copied; the same number of rows reads each of them.
 
     copied: [blocks] int64; None: the blocks from `first` on
+    group: for each block, the spans of its readers
     rows: [blocks, readers] int64, the rows that read each block
     mask: [blocks, readers, keys] bool, True where a row sees a key; None: everywhere
     """
@@ -39,6 +42,7 @@ class Run:
     copied: Tensor | None
     begin: int  # of the keys in each block that are read
     end: int
+    group: tuple[list[Span], ...]
     rows: Tensor
     mask: Tensor | None
 
@@ -48,6 +52,12 @@ class Run:
         if self.copied is None:
             return keys[self.first : self.first + len(self.rows)]
         return as_bytes(keys).index_select(0, self.copied).view(cache.dtype)
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """The keys' positions less that of each reader's query, [blocks, readers, keys] float32."""
+        queries = torch.tensor([[query for _, _, _, query in readers] for readers in self.group])
+        return (torch.arange(self.begin, self.end) - queries[..., None]).float()
 
 
 @dataclass(slots=True)
@@ -90,13 +100,13 @@ def plan_runs(
     spans = _spans(block_tables, context_lens.tolist(), block_size, window)
     whole, small = list[Blocks](), list[Blocks]()
     for blocks in _cut(sorted(spans.items()), lambda last, block: are_neighbours and block == last + 1):
-        num_keys = sum(end - begin for _, readers in blocks for _, begin, end in readers[:1])
+        num_keys = sum(end - begin for _, readers in blocks for _, begin, end, _ in readers[:1])
         (small if num_keys * key_numbers <= COPIED_NUMBERS else whole).append(blocks)
     if len(small) > 1:
-        by_length = sorted(chain.from_iterable(small), key=lambda block: (len(block[1]), block[1][0][1:]))
+        by_length = sorted(chain.from_iterable(small), key=lambda block: (len(block[1]), block[1][0][1:3]))
         small = list(_cut(by_length, lambda last, block: True))
     runs = [_run(blocks) for blocks in chain(whole, small)]
-    rows = [row for blocks in chain(whole, small) for _, readers in blocks for row, _, _ in readers]
+    rows = [row for blocks in chain(whole, small) for _, readers in blocks for row, *_ in readers]
     return _plan(runs, rows, len(context_lens))
 
 
@@ -108,7 +118,8 @@ def _spans(block_tables: Tensor, lens: list[int], block_size: int, window: int |
         begin = 0 if window is None else max(0, end - window)
         for column in range(begin // block_size, -(-end // block_size)):
             start = column * block_size
-            spans.setdefault(table[column], []).append((row, max(0, begin - start), min(block_size, end - start)))
+            span = row, max(0, begin - start), min(block_size, end - start), end - 1 - start
+            spans.setdefault(table[column], []).append(span)
     return spans
 
 
@@ -137,12 +148,13 @@ def _run(blocks: Blocks) -> Run:
     copied = None if are_neighbours else torch.tensor(numbers)
     begins, ends = ({span[i] for readers in group for span in readers} for i in (1, 2))
     begin, end = min(begins), max(ends)
-    rows = torch.tensor([[row for row, _, _ in readers] for readers in group])
+    rows = torch.tensor([[row for row, *_ in readers] for readers in group])
     if len(begins) == len(ends) == 1:
-        return Run(first, copied, begin, end, rows, None)
+        return Run(first, copied, begin, end, group, rows, None)
     keys = torch.arange(begin, end)
     bounds = torch.tensor(group)
-    return Run(first, copied, begin, end, rows, (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:]))
+    mask = (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:3])
+    return Run(first, copied, begin, end, group, rows, mask)
 
 
 def _plan(runs: list[Run], rows: list[int], num_rows: int) -> RunPlan:
@@ -169,6 +181,7 @@ def paged_decode_cpu(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to its context, as paged_decode_reference does.
 
@@ -176,7 +189,7 @@ def paged_decode_cpu(
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]. In memory the keys of a head are neighbours, or torch
         copies every key
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
-    sinks: as for paged_decode_reference
+    sinks, slopes: as for paged_decode_reference
     Returns [rows, heads, head_dim].
     """
     kv_heads = k_cache.shape[2]
@@ -185,7 +198,8 @@ def paged_decode_cpu(
 
     def attend(run: Run) -> tuple[Tensor, Tensor, Tensor]:
         k, v = read(run.of(k_cache), q.dtype, k_scale), read(run.of(v_cache), q.dtype, v_scale)
-        return _attend(grouped[run.rows], k, v, run, scale, softcap)
+        bias = None if slopes is None else Bias(slopes.view(kv_heads, -1), run.distances[:, :, None, None])
+        return _attend(grouped[run.rows], k, v, run, scale, softcap, bias)
 
     attended = list(map(attend, plan.runs))
     outs = torch.cat([out.flatten(0, 1) for out, _, _ in attended])
@@ -203,7 +217,7 @@ def paged_decode_cpu(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, softcap: float | None, bias: Bias | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q: [blocks, readers, kv_heads, group, head_dim]; k, v: [blocks, kv_heads, keys, head_dim].
 
@@ -211,6 +225,8 @@ def _attend(
     """
     readers = q.shape[1]
     scores = scores_of(q.transpose(1, 2).flatten(2, 3), k, scale, softcap).unflatten(2, (readers, -1)).transpose(1, 2)
+    if bias is not None:
+        bias.add_to(scores)
     if run.mask is not None:
         scores.masked_fill_(~run.mask[:, :, None, None], float("-inf"))
     weights = scores.softmax(dim=-1)

@@ -29,9 +29,11 @@ def is_faster(device: torch.device) -> bool:
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def can_attend(q: Tensor, kv_heads: int, window: int | None, softcap: float | None) -> bool:
-    """Return whether cuDNN can attend from these queries, and faster; torch passes it no window and no soft cap."""
-    if window is not None or softcap is not None or not is_faster(q.device):
+def can_attend(
+    q: Tensor, kv_heads: int, window: int | None, softcap: float | None, slopes: Tensor | None = None
+) -> bool:
+    """Return whether cuDNN can attend from these queries, and faster; torch passes it no window, cap or slopes."""
+    if any(part is not None for part in (window, softcap, slopes)) or not is_faster(q.device):
         return False
     if q.device.type != "cuda":
         return True

@@ -12,11 +12,14 @@ from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
 from nanoinfer.kernels.attention.scores import (
+    Bias,
+    bias_in_log2,
     combine_partials,
     explicit_attention,
     first_numbers,
     in_log2,
     load_sinks,
+    load_slopes,
     scores_in_log2,
 )
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
@@ -42,6 +45,7 @@ def paged_decode_reference(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
@@ -53,6 +57,7 @@ def paged_decode_reference(
     softcap: see explicit_attention
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
+    slopes: [heads] float32, ALiBi's of the query heads (see scores.py); None: there are none
     Returns [rows, heads, head_dim].
     """
     rows, heads, head_dim = q.shape
@@ -72,12 +77,13 @@ def paged_decode_reference(
     k, v = gather(k_cache, k_scale), gather(v_cache, v_scale)
     # The query heads of one KV head become several queries of one head, so that no key is copied for them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and slopes is None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
         attended = F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale)
     else:
         of_heads = None if sinks is None else sinks.view(kv_heads, -1)
-        attended = explicit_attention(grouped, k, v, mask, scale, softcap, of_heads)
+        alibi = None if slopes is None else Bias.of(slopes.view(kv_heads, -1), lens[..., None] - 1, positions[:, None])
+        attended = explicit_attention(grouped, k, v, mask, scale, softcap, of_heads, alibi)
     return attended.reshape(rows, heads, head_dim)
 
 
@@ -93,6 +99,7 @@ def paged_decode_triton(
     kv_scales: Tensor | None = None,
     shared: SharedResults | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """paged_decode_reference with the plan's window, as one launch, or as two that follow attend_to_prefixes.
 
@@ -132,6 +139,7 @@ def paged_decode_triton(
         out_lse,
         kv_scales,
         sinks,
+        slopes,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -181,6 +189,7 @@ def _paged_decode_kernel(
     out_lse_ptr,
     kv_scales_ptr,
     sinks_ptr,
+    slopes_ptr,
     factor,
     q_stride,
     table_stride,
@@ -236,6 +245,9 @@ def _paged_decode_kernel(
     KEYS: tl.constexpr = 0 if IN_TERMS else 1  # the axis of the scores that has a place for each key
     V_DTYPE: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
     scored = tl.arange(0, LANES if IN_TERMS else BLOCK_G)
+    if slopes_ptr is not None:
+        has_slope = scored < (GROUP if QUERIES == 1 else BLOCK_G)
+        slopes = load_slopes(slopes_ptr, kv_head * GROUP + scored if IN_TERMS else head, has_slope)
 
     left = num_tiles
     for row in range(first_row, last_row + 1):
@@ -289,6 +301,10 @@ def _paged_decode_kernel(
             else:
                 v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
             scores = scores_in_log2(multiply_keys(q, k, IN_TERMS), row_factor, CAP)
+            if slopes_ptr is not None:
+                position = (query_len[:, None] if QUERIES > 1 else context_len) - 1
+                key = tl.expand_dims(start + n, 1 - KEYS)
+                scores += bias_in_log2(tl.expand_dims(slopes, KEYS), key, position)
             if QUERIES > 1:
                 sees = start + n[None, :] < query_len[:, None]
                 if WINDOW > 0:

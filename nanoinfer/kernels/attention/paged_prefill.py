@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import attend_to_tile, explicit_attention, first_numbers, in_log2, load_sinks
+from nanoinfer.kernels.attention.scores import (
+    Bias,
+    attend_to_tile,
+    bias_in_log2,
+    explicit_attention,
+    first_numbers,
+    in_log2,
+    load_sinks,
+    load_slopes,
+)
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import RESERVED_BYTES, cdiv, next_power_of_2, shared_memory
 
@@ -34,6 +43,7 @@ def paged_prefill_reference(
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
     ends: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
@@ -46,25 +56,32 @@ def paged_prefill_reference(
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
     ends: [tokens] int32, for each query the place behind the last key that it sees; None: that is its own
+    slopes: [heads] float32, ALiBi's of the query heads (see scores.py); None: there are none
     Returns [tokens, heads, head_dim].
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
-        step = query_len if window is None and softcap is None and sinks is None else QUERIES_AT_ONCE
+        has_mask = any(part is not None for part in (window, softcap, sinks, slopes))
+        step = QUERIES_AT_ONCE if has_mask else query_len
         for first in range(0, query_len, step):
             queries = min(step, query_len - first)
             tokens = slice(begin + first, begin + first + queries)
             stop = context_len - query_len + first + queries
-            start, mask = 0 if window is None else max(0, stop - queries + 1 - window), None
+            position = stop - queries
+            start, mask = 0 if window is None else max(0, position + 1 - window), None
             if ends is not None:
-                own, position = ends[tokens], stop - queries
+                own = ends[tokens]
                 stop = max(stop, int(own.max()))
                 mask = _mask(own, position, range(start, stop), window)
+            bias = None
+            if slopes is not None:
+                places = torch.arange(max(position + queries, stop), device=q.device)
+                bias = Bias.of(slopes, places[position : position + queries], places[start:stop])
             k = read(_gather(k_cache, table, start, stop), q.dtype, k_scale).transpose(0, 1)
             v = read(_gather(v_cache, table, start, stop), q.dtype, v_scale).transpose(0, 1)
-            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap, sinks, mask)
+            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap, sinks, bias, mask)
         begin += query_len
     return out
 
@@ -88,27 +105,33 @@ def _attend_causally(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Bias | None,
     mask: Tensor | None,
 ) -> Tensor:
     """Attend from the last tokens' queries; no token lies before the first query's window.
 
     q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape
+    bias: with the slopes of all heads; None: there is none
     mask: [queries, tokens] bool, which tokens a query sees; None: those up to its own, within the window
     """
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
-    is_explicit = softcap is not None or sinks is not None
+    is_explicit = any(part is not None for part in (softcap, sinks, bias))
     if queries == 1:  # one KV head's query heads stand as its queries, so that no key is copied
         grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
         if is_explicit:
             of_heads = None if sinks is None else sinks.view(kv_heads, -1)
-            return explicit_attention(grouped, k[None], v[None], None, scale, softcap, of_heads).reshape(q.shape)
+            if bias is not None:
+                bias = Bias(bias.slopes.view(kv_heads, -1), bias.distances)
+            return explicit_attention(grouped, k[None], v[None], None, scale, softcap, of_heads, bias).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
     if is_explicit:
         grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
         seen = _causal_mask(queries, tokens, window, q.device) if mask is None else mask
-        seen = seen.repeat(heads // kv_heads, 1)
+        group = heads // kv_heads
         of_queries = None if sinks is None else sinks.repeat_interleave(queries).view(kv_heads, -1)
-        attended = explicit_attention(grouped, k, v, seen, scale, softcap, of_queries)
+        if bias is not None:
+            bias = Bias(bias.slopes.repeat_interleave(queries).view(kv_heads, -1), bias.distances.repeat(group, 1))
+        attended = explicit_attention(grouped, k, v, seen.repeat(group, 1), scale, softcap, of_queries, bias)
         return attended.view(heads, queries, head_dim).transpose(0, 1)
     if mask is None and (queries < tokens or window is not None):
         mask = _causal_mask(queries, tokens, window, q.device)
@@ -147,6 +170,7 @@ def paged_prefill_triton(
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
     ends: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """paged_prefill_reference as one launch.
 
@@ -173,6 +197,7 @@ def paged_prefill_triton(
         kv_scales,
         sinks,
         ends,
+        slopes,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -255,6 +280,7 @@ def _paged_prefill_kernel(
     kv_scales_ptr,
     sinks_ptr,
     ends_ptr,
+    slopes_ptr,
     factor,
     q_stride,
     table_stride,
@@ -310,6 +336,8 @@ def _paged_prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
             top, total = tl.zeros([BLOCK_M], tl.float32) + load_sinks(sinks_ptr, head, True), total + 1.0
+        if slopes_ptr is not None:
+            slopes = load_slopes(slopes_ptr, head, True)
         acc = tl.zeros([BLOCK_M, BLOCK_D // PARTS], tl.float32)
         for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
             part_begin = first_key // BLOCK_N * BLOCK_N if part == 0 else full if part == 1 else full_end
@@ -318,6 +346,7 @@ def _paged_prefill_kernel(
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
                 key = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
                 k_mask, v_mask, seen = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :], None
+                bias = None
                 if part != 1:
                     is_there = ((start + n >= first_key) & (start + n < context_len))[:, None]
                     k_mask, v_mask = k_mask & is_there, v_mask & is_there
@@ -325,7 +354,11 @@ def _paged_prefill_kernel(
                     if WINDOW > 0:
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
                 k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + key + own_d[None, :]
-                acc, total, top = attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, factor, CAP, acc, total, top)
+                if slopes_ptr is not None:
+                    bias = bias_in_log2(slopes[:, None], (start + n)[None, :], position[:, None])
+                acc, total, top = attend_to_tile(
+                    q, k_ptrs, k_mask, v_ptrs, v_mask, seen, bias, factor, CAP, acc, total, top
+                )
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
         out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + own_d[None, :]

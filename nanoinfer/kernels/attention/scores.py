@@ -1,10 +1,13 @@
 """Turns a query's products with keys into scores: by the scale, and the soft cap of Gemma 2 (Gemma Team, 2024).
 
-A sink is a score that each query of a head has beside those of the keys, for no value (gpt-oss: OpenAI, 2025). What
-decode attends to in parts of the keys is weighed by their sums of exponentials.
+A sink is a score that each query of a head has beside those of the keys, for no value (gpt-oss: OpenAI, 2025). ALiBi
+(Press et al., 2021) adds a head's slope times the key's position less the query's to a score. What decode attends to in
+parts of the keys is weighed by their sums of exponentials.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +16,26 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 COMBINED_AT_ONCE = tl.constexpr(4)  # partial results of a row that a program loads at once
+
+
+class Bias(NamedTuple):
+    """ALiBi's bias of scores: slope * distance.
+
+    slopes: [heads] float32, or [..., queries]
+    distances: [..., queries, keys] float32, each key's position less the query's
+    """
+
+    slopes: Tensor
+    distances: Tensor
+
+    @classmethod
+    def of(cls, slopes: Tensor, queries: Tensor, keys: Tensor) -> Bias:
+        """Return the bias between positions. queries: [..., queries]; keys: [..., keys]"""
+        return cls(slopes, (keys[..., None, :] - queries[..., None]).float())
+
+    def add_to(self, scores: Tensor) -> None:
+        """Add the bias to scores, of a shape to which slopes.unsqueeze(-1) and distances broadcast."""
+        scores.addcmul_(self.slopes.unsqueeze(-1), self.distances)
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -32,15 +55,19 @@ def explicit_attention(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
-    """Attend with capped scores or with sinks, which torch's own attention cannot do.
+    """Attend with capped scores, with sinks or with ALiBi's bias, which torch's own attention cannot do, or slowly.
 
     q: [..., queries, head_dim]; k, v: [..., keys, head_dim]
     mask: True where a query sees a key, of a shape that broadcasts to [..., queries, keys]; None: everywhere
     sinks: float32, of a shape that broadcasts to [..., queries]; None: there are none
+    bias: of shapes that broadcast so; None: there is none
     Returns q's shape. The scores and their softmax are float32.
     """
     scores = scores_of(q, k, scale, softcap)
+    if bias is not None:
+        bias.add_to(scores)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return softmax_with_sinks(scores, None if sinks is None else sinks.unsqueeze(-1), dim=-1).to(v.dtype) @ v
@@ -81,16 +108,19 @@ def first_numbers(table, start, n, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl
 
 
 @triton.jit
-def attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, factor, CAP: tl.constexpr, acc, total, top):
+def attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, bias, factor, CAP: tl.constexpr, acc, total, top):
     """Go on with the softmax of some queries over a tile of keys (Milakov and Gimelshein, 2018).
 
     seen: [queries, keys], what each query sees; None: all
+    bias: [queries, keys], what is added to the scores times log2(e); None: nothing
     acc, total, top: the weighted sum of the values, [queries, numbers], the sum of the weights, and the largest score
     Returns these with the tile's. A query that sees no key of a tile gives each the weight 1; its first seen key makes
     `rescale` 0.
     """
     k = tl.load(k_ptrs, mask=k_mask, other=0.0).to(q.dtype)
     scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+    if bias is not None:
+        scores += bias
     if seen is not None:
         scores = tl.where(seen, scores, -1e30)
     new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -106,6 +136,21 @@ def attend_to_tile(q, k_ptrs, k_mask, v_ptrs, v_mask, seen, factor, CAP: tl.cons
 def load_sinks(sinks_ptr, head, mask):
     """Load heads' sinks times log2(e), as float32; where the mask is False, the score of a key that nobody sees."""
     return tl.maximum(tl.load(sinks_ptr + head, mask=mask, other=-1e30) * LOG2_E, -1e30)
+
+
+@triton.jit
+def load_slopes(slopes_ptr, head, mask):
+    """Load heads' slopes times log2(e), as float32; 0 where the mask is False."""
+    return tl.load(slopes_ptr + head, mask=mask, other=0.0) * LOG2_E
+
+
+@triton.jit
+def bias_in_log2(slopes, key, query):
+    """Return ALiBi's bias times log2(e). slopes: from load_slopes; key, query: positions; all broadcast to the result
+
+    As float32, which holds each position, so that a GPU need not convert a tile of differences.
+    """
+    return slopes * (key.to(tl.float32) - query.to(tl.float32))
 
 
 @triton.jit

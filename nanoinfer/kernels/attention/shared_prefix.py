@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
-from nanoinfer.kernels.attention.scores import attend_to_tile, first_numbers, in_log2
+from nanoinfer.kernels.attention.scores import attend_to_tile, bias_in_log2, first_numbers, in_log2, load_slopes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
@@ -42,6 +42,8 @@ def attend_to_prefixes(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     queries: SharedQueries | None = None,
+    slopes: Tensor | None = None,
+    context_lens: Tensor | None = None,
 ) -> SharedResults:
     """Attend from each row's query to the tokens that other rows share, in one launch.
 
@@ -49,6 +51,7 @@ def attend_to_prefixes(
     together.
 
     queries: given if rows have several; then q and block_tables have a row for each of these
+    context_lens: [rows] int32, how many keys each query sees; only slopes need it
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -72,6 +75,8 @@ def attend_to_prefixes(
         results,
         lse,
         kv_scales,
+        slopes,
+        None if slopes is None else context_lens,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -106,6 +111,8 @@ def _prefix_kernel(
     results_ptr,
     lse_ptr,
     kv_scales_ptr,
+    slopes_ptr,
+    context_lens_ptr,
     factor,
     q_stride,
     table_stride,
@@ -149,11 +156,19 @@ def _prefix_kernel(
             top = tl.full([BLOCK_M], -1e30, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            if slopes_ptr is not None:
+                slopes = load_slopes(slopes_ptr, head, True)
+                position = tl.load(context_lens_ptr + row) - 1
             for start in range(start_token, end_token, TILE):
                 key = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
                 offsets = key[:, None] + d[None, :]
                 k_ptrs, v_ptrs = k_cache_ptr + offsets, v_cache_ptr + offsets
-                acc, total, top = attend_to_tile(q, k_ptrs, has_d, v_ptrs, has_d, None, factor, CAP, acc, total, top)
+                bias = None
+                if slopes_ptr is not None:
+                    bias = bias_in_log2(slopes[:, None], (start + n)[None, :], position[:, None])
+                acc, total, top = attend_to_tile(
+                    q, k_ptrs, has_d, v_ptrs, has_d, None, bias, factor, CAP, acc, total, top
+                )
             if IN_FP8:
                 acc *= tl.load(kv_scales_ptr + 1)
             place = (part * rows + row) * (KV_HEADS * GROUP) + head

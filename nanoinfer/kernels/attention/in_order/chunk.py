@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.scores import load_sinks, scores_in_log2
+from nanoinfer.kernels.attention.scores import bias_in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.launch import next_power_of_2
 
 CHUNK = 256  # keys
@@ -41,6 +41,7 @@ def attend_to_chunk(
     v_cache_ptr,
     kv_head,
     factor,
+    slopes,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -54,6 +55,7 @@ def attend_to_chunk(
 
     position: [BLOCK_M], of the queries in their sequence
     context_len, first_key: keys at `context_len` or beyond, and those before `first_key`, are not loaded
+    slopes: [BLOCK_M], from load_slopes; None: there are none
     Returns the weighted sum of the values, [BLOCK_M, BLOCK_D], the largest score, and the sum of the weights.
     """
     n, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
@@ -72,6 +74,8 @@ def attend_to_chunk(
         is_loaded = ((key >= first_key) & (key < context_len))[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_cache_ptr + offsets, mask=is_loaded, other=0.0).to(q.dtype)
         scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+        if slopes is not None:
+            scores += bias_in_log2(slopes[:, None], key[None, :], position[:, None])
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW

@@ -17,7 +17,7 @@ from nanoinfer.kernels.attention.in_order.chunk import (
     result,
     tile_of,
 )
-from nanoinfer.kernels.attention.scores import in_log2
+from nanoinfer.kernels.attention.scores import in_log2, load_slopes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
@@ -41,6 +41,7 @@ def decode_in_order(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_decode_reference does, with the plan's window, in one launch.
 
@@ -70,6 +71,7 @@ def decode_in_order(
         out,
         kv_scales,
         sinks,
+        slopes,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -110,6 +112,7 @@ def _decode_kernel(
     out_ptr,
     kv_scales_ptr,
     sinks_ptr,
+    slopes_ptr,
     factor,
     q_stride,
     table_stride,
@@ -145,6 +148,9 @@ def _decode_kernel(
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + g
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = load_slopes(slopes_ptr, head, g < GROUP)
 
     left = num_chunks
     for row in range(first_row, last_row + 1):
@@ -175,6 +181,7 @@ def _decode_kernel(
                 v_cache_ptr,
                 kv_head,
                 factor,
+                slopes,
                 KV_HEADS,
                 HEAD_DIM,
                 BLOCK_SIZE,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK, attend_to_chunk, before_keys, join, result, tile_of
-from nanoinfer.kernels.attention.scores import in_log2
+from nanoinfer.kernels.attention.scores import in_log2, load_slopes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
@@ -26,6 +26,7 @@ def prefill_in_order(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_prefill_triton does."""
     tokens, heads, head_dim = q.shape
@@ -43,6 +44,7 @@ def prefill_in_order(
         out,
         kv_scales,
         sinks,
+        slopes,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -76,6 +78,7 @@ def _prefill_kernel(
     out_ptr,
     kv_scales_ptr,
     sinks_ptr,
+    slopes_ptr,
     factor,
     q_stride,
     table_stride,
@@ -110,6 +113,9 @@ def _prefill_kernel(
         if IN_FP8:
             factor *= tl.load(kv_scales_ptr)
         top, total = before_keys(sinks_ptr, head, True, SINKS, BLOCK_M)
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = tl.zeros([BLOCK_M], tl.float32) + load_slopes(slopes_ptr, head, True)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for chunk in range(first_key // CHUNK * CHUNK, end, CHUNK):
             more = attend_to_chunk(
@@ -124,6 +130,7 @@ def _prefill_kernel(
                 v_cache_ptr,
                 head // GROUP,
                 factor,
+                slopes,
                 KV_HEADS,
                 HEAD_DIM,
                 BLOCK_SIZE,
