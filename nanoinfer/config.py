@@ -275,7 +275,8 @@ class Config:
         if cast("int | None", self.kvcache_block_size) is None:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
-        wishes = self.kv_cache_dtype == "fp8", any(model.sinks for model in self.models), self.is_in_order
+        has = any(model.sinks for model in self.models), any(model.alibi for model in self.models)
+        wishes = self.kv_cache_dtype == "fp8", *has, self.is_in_order
         self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()

@@ -49,11 +49,13 @@ def choose_backend(
     head_dim: int,
     in_fp8: bool = False,
     has_sinks: bool = False,
+    has_slopes: bool = False,
     in_order: bool = False,
 ) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
-    in_fp8: whether the KV cache is in FP8; has_sinks: whether some layer's heads have sinks (Scoring.sinks)
+    in_fp8: whether the KV cache is in FP8
+    has_sinks, has_slopes: whether some layer's heads have sinks, or the slopes of ALiBi (Scoring)
     in_order: whether it must add up in one order on CUDA, for deterministic=True
     Raises ValueError, with the reason, if the named backend cannot run, or the GPU cannot keep such a cache.
     """
@@ -69,7 +71,7 @@ def choose_backend(
         )
     problem = None
     if name == "flash_attn":
-        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks)
+        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks, has_slopes)
     elif name == "triton":
         problem = _triton_problem(device)
     if problem:
@@ -112,10 +114,18 @@ def make_backend(name: str, layout: CacheLayout, in_order: bool = False) -> Atte
 
 
 def _flash_attn_problem(
-    device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool, has_sinks: bool
+    device: str,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+    in_fp8: bool,
+    has_sinks: bool,
+    has_slopes: bool,
 ) -> str | None:
     if has_sinks:
         return "cannot attend with the sinks of this model's heads; 'triton' and 'torch' can"
+    if has_slopes:
+        return "cannot attend with the slopes of this model's heads (ALiBi); 'triton' and 'torch' can"
     if device != "cuda":
         return f"needs device='cuda', not {device!r}"
     if importlib.util.find_spec("flash_attn") is None:

@@ -23,7 +23,13 @@ class Scoring:
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
     sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
+    slopes: Tensor | None = (
+        None  # [heads] float32; slope * (j - i) is added to the score of key j by query i, as in ALiBi
+    )
     whole_images: bool = False  # each token of an image sees the whole image (PackedQueries.ends)
+
+    def __post_init__(self) -> None:
+        assert self.softcap is None or self.slopes is None  # no model has both
 
 
 @dataclass(slots=True)

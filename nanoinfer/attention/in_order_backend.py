@@ -30,13 +30,19 @@ class InOrderBackend:
             own.plan = _plan(context, k_cache, group.window)
 
     def check(
-        self, q: Tensor, kv_cache: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
     ) -> None:
         """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
 
         q: [tokens, heads, head_dim], of a prompt's last tokens
         kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read, by layers of this window
-        sinks: [heads] float32, of such a layer; None: it has none
+        sinks, slopes: [heads] float32, of such a layer; None: it has none
         """
         (tokens, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
         blocks = -(-CHECKED_KEYS // k_cache.shape[1])
@@ -49,9 +55,9 @@ class InOrderBackend:
         scales = torch.ones(2, device=q.device)
         group.plan = _plan(context, k_cache, window)
         launch_in_between(q.device)  # in a step, other kernels stand between the plan and attention, too
-        scoring = Scoring(head_dim**-0.5, window, softcap, scales, sinks)
+        scoring = Scoring(head_dim**-0.5, window, softcap, scales, sinks, slopes)
         decoded = self.decode(q, k_cache, v_cache, context, group, scoring)
-        how = tokens, scoring.scale, window, softcap, scales, sinks
+        how = tokens, scoring.scale, window, softcap, scales, sinks, slopes
         if not torch.equal(decoded, prefill_in_order(q, k_cache, v_cache, tables[:1], ends, lens[-1:], *how)):
             raise ValueError(
                 "deterministic=True: on this GPU, attention adds up in other orders for prompts than for generated"
@@ -77,6 +83,7 @@ class InOrderBackend:
             scoring.softcap,
             scoring.kv_scales,
             scoring.sinks,
+            scoring.slopes,
         )
 
     def decode(
@@ -89,7 +96,7 @@ class InOrderBackend:
         """
         if k_cache.dtype == FP8:
             ends = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            how = scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales, scoring.sinks
+            how = scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales, scoring.sinks, scoring.slopes
             return prefill_in_order(q, k_cache, v_cache, group.block_tables, ends, context.context_lens, 1, *how)
         return decode_in_order(
             q,
@@ -103,6 +110,7 @@ class InOrderBackend:
             scoring.softcap,
             scoring.kv_scales,
             scoring.sinks,
+            scoring.slopes,
         )
 
 

@@ -46,6 +46,7 @@ class TorchBackend:
             scoring.kv_scales,
             scoring.sinks,
             packed.ends if scoring.whole_images else None,
+            scoring.slopes,
         )
 
     def decode(
@@ -53,7 +54,7 @@ class TorchBackend:
     ) -> Tensor:
         """Attend from one query per sequence; on CUDA the host reads no lengths, so that a graph can hold it."""
         if not q.is_cuda:
-            how = scoring.scale, scoring.softcap, scoring.kv_scales, scoring.sinks
+            how = scoring.scale, scoring.softcap, scoring.kv_scales, scoring.sinks, scoring.slopes
             return paged_decode_cpu(q, k_cache, v_cache, group.plan, *how)
         return paged_decode_reference(
             q,
@@ -67,4 +68,5 @@ class TorchBackend:
             scoring.softcap,
             scoring.kv_scales,
             scoring.sinks,
+            scoring.slopes,
         )

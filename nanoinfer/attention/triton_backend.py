@@ -55,8 +55,10 @@ class TritonBackend:
             kv_scales=scoring.kv_scales,
             sinks=scoring.sinks,
             ends=ends,
+            slopes=scoring.slopes,
         )
-        if divided is None or ends is not None or not can_attend(q, k_cache.shape[2], scoring.window, scoring.softcap):
+        how = k_cache.shape[2], scoring.window, scoring.softcap, scoring.slopes
+        if divided is None or ends is not None or not can_attend(q, *how):
             return attend(tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens))
         assert group.divided_tables is not None
         attended = [
@@ -87,6 +89,8 @@ class TritonBackend:
                 scoring.softcap,
                 scoring.kv_scales,
                 None if plan.bundles is None else plan.bundles.shared,
+                scoring.slopes,
+                context.context_lens,
             )
         return paged_decode_triton(
             q,
@@ -100,6 +104,7 @@ class TritonBackend:
             scoring.kv_scales,
             shared,
             scoring.sinks,
+            scoring.slopes,
         )
 
 

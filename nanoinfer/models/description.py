@@ -153,6 +153,7 @@ class Description:
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
+    alibi: the slopes of ALiBi's bias, one for each query head, see attention.context.Scoring; empty: the model has none
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     head_bias: the output projection has a bias
     spelling: how checkpoints write the names of tensors, where they differ from other models'
@@ -191,6 +192,7 @@ class Description:
     qkv_limit: float | None = None
     value_norm: bool = False
     sinks: bool = False
+    alibi: tuple[float, ...] = ()
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -124,13 +124,15 @@ class SelfAttention(nn.Module):
 
 
 def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
-    heads = len(share_of(model.num_heads, tp.rank, tp.size))
+    heads = share_of(model.num_heads, tp.rank, tp.size)
+    slopes = model.alibi[heads.start : heads.stop]
     return Scoring(
         model.attention_scale,
         model.windows[layer],
         model.score_cap,
         torch.ones(2, dtype=torch.float32),
-        torch.empty(heads, dtype=torch.float32) if model.sinks else None,
+        torch.empty(len(heads), dtype=torch.float32) if model.sinks else None,
+        torch.tensor(slopes, dtype=torch.float32) if slopes else None,
         whole_images=bool(model.whole_images) and model.whole_images[layer],
     )
 

@@ -61,6 +61,8 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
         fault = "the CPU computes soft caps in another way for another number of heads"
     elif on_cpu and model.sinks:
         fault = "the CPU computes sinks in another way for another number of heads"
+    elif on_cpu and model.alibi:
+        fault = "the CPU computes ALiBi in another way for another number of heads"
     elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
         inputs = [] if model.layer_inputs is None else [("hidden_size_per_layer_input", model.layer_inputs.size)]
         fault = find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or find_uneven(

@@ -111,6 +111,7 @@ def _find_other(model: Description) -> str | None:
         "experts": model.experts is not None,
         "output gates of attention": model.output_gate,
         "sinks of attention": model.sinks,
+        "ALiBi": bool(model.alibi),
         "quantized weights": bool(model.formats.quantized),
         "rotated inputs or outputs": bool(model.formats.rotations),
         "images": model.is_multimodal,

@@ -119,14 +119,16 @@ def image_bytes(config: Config, tower: TransformersTower | None) -> int:
 
 def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, device: torch.device) -> None:
     """Let the backend compare bits, of random numbers in the shapes of one of so many ranks."""
-    heads = config.description.num_heads // num_ranks
+    model = config.description
+    heads = model.num_heads // num_ranks
     generator = torch.Generator(device).manual_seed(0)
     numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
-    for group in config.cache_layout.part(range(config.description.num_layers)).groups:
+    for group in config.cache_layout.part(range(model.num_layers)).groups:
         q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
         kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
-        sinks = numbers(heads).float() if config.description.sinks else None
-        how = group.window, config.description.score_cap, sinks
+        sinks = numbers(heads).float() if model.sinks else None
+        slopes = torch.tensor(model.alibi[:heads], device=device) if model.alibi else None
+        how = group.window, model.score_cap, sinks, slopes
         backend.check(q, kv_cache.to(config.torch_cache_dtype), *how)
 
 
