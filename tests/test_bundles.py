@@ -71,7 +71,7 @@ def check(step: Step, how: Scoring, expected: Tensor, workers: int | None, queri
     plan = plan_ahead(step.context_lens, k_cache, workers, how.window, bundles=bundles)
     rows = k_cache, step.v_cache, step.tables, step.context_lens, how.scale
     for _ in range(2):
-        out = paged_decode_triton(step.q, *rows, plan, how.softcap, how.kv_scales, None, how.sinks)
+        out = paged_decode_triton(step.q, *rows, plan, how.softcap, how.kv_scales, None, how.sinks, how.slopes)
         assert_close(out[step.tokens], expected)
         assert plan.arrivals.eq(0).all()
 

@@ -67,14 +67,15 @@ def ints(values: list[int]) -> torch.Tensor:
 
 def prefill(q: torch.Tensor, pages: Pages, query_lens: list[int], lens: list[int], how: Scoring) -> torch.Tensor:
     cu_query_lens = ints([0, *query_lens]).cumsum(0).int()
-    options = how.scale, how.window, how.softcap, None, how.sinks
+    options = how.scale, how.window, how.softcap, None, how.sinks, how.slopes
     return prefill_in_order(q, *pages, cu_query_lens, ints(lens), max(query_lens), *options)
 
 
 def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers: int | None = None) -> torch.Tensor:
     plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=decode_programs(pages[0].shape[3]))
+    options = how.softcap, None, how.sinks, how.slopes
     for _ in range(2):  # two layers: the first must leave the plan unchanged
-        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap, None, how.sinks)
+        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, *options)
         assert plan.arrivals.eq(0).all()
     return out
 
@@ -445,6 +446,35 @@ class TestAttention:
         assert_close(decode(q[last], pages, lens, how), expected[last])
 
 
+def check_bits(shape: tuple[int, int, int, int], how: Scoring, dtype: torch.dtype) -> None:
+    """Attend from tokens as parts of whole prompts, of chunks of any length, and as rows with any company."""
+    heads, _, head_dim, _ = shape
+    lens = [1, 40, 257, 600, 1500, 2048]
+    pages = paged(lens, *shape, dtype)
+    queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
+    whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
+
+    def row(number: int) -> Pages:
+        return pages[0], pages[1], pages[2][number : number + 1]
+
+    for number, length in enumerate(lens):
+        assert torch.equal(prefill(queries[number], row(number), [length], [length], how), whole[number])
+        for chunk in (1, 7, 64, 300):
+            begin = max(0, length - 2 * chunk)
+            end = min(begin + chunk, length)
+            some = prefill(queries[number][begin:end], row(number), [end - begin], [end], how)
+            assert torch.equal(some, whole[number][begin:end])
+    for drawn in range(12):
+        counts = [1 + int(torch.randint(length, ())) if drawn else length for length in lens]
+        order = torch.randperm(len(lens)).tolist()[: 1 + drawn % len(lens)]
+        rows = order * (1 + 10 * (drawn % 3))
+        q = torch.stack([queries[number][counts[number] - 1] for number in rows])
+        some = pages[0], pages[1], pages[2][rows]
+        out = decode(q, some, [counts[number] for number in rows], how)
+        expected = torch.stack([whole[number][counts[number] - 1] for number in rows])
+        assert torch.equal(out, expected)
+
+
 MANY_SHAPES = [*SHAPES, *LARGE_HEADS, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)]
 OFTEN = [
     *product(MANY_SHAPES, HOW[:1], [False], [torch.bfloat16]),
@@ -464,30 +494,5 @@ class TestBits:
         has_sinks: bool,
         dtype: torch.dtype,
     ) -> None:
-        """As part of a whole prompt, of chunks of any length, and as a row of decode steps with any company."""
         heads, _, head_dim, _ = shape
-        lens = [1, 40, 257, 600, 1500, 2048]
-        pages = paged(lens, *shape, dtype)
-        how = Scoring(head_dim**-0.5, *limits, sinks=randn(heads) if has_sinks else None)
-        queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
-        whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
-
-        def row(number: int) -> Pages:
-            return pages[0], pages[1], pages[2][number : number + 1]
-
-        for number, length in enumerate(lens):
-            assert torch.equal(prefill(queries[number], row(number), [length], [length], how), whole[number])
-            for chunk in (1, 7, 64, 300):
-                begin = max(0, length - 2 * chunk)
-                end = min(begin + chunk, length)
-                some = prefill(queries[number][begin:end], row(number), [end - begin], [end], how)
-                assert torch.equal(some, whole[number][begin:end])
-        for drawn in range(12):
-            counts = [1 + int(torch.randint(length, ())) if drawn else length for length in lens]
-            order = torch.randperm(len(lens)).tolist()[: 1 + drawn % len(lens)]
-            rows = order * (1 + 10 * (drawn % 3))
-            q = torch.stack([queries[number][counts[number] - 1] for number in rows])
-            some = pages[0], pages[1], pages[2][rows]
-            out = decode(q, some, [counts[number] for number in rows], how)
-            expected = torch.stack([whole[number][counts[number] - 1] for number in rows])
-            assert torch.equal(out, expected)
+        check_bits(shape, Scoring(head_dim**-0.5, *limits, sinks=randn(heads) if has_sinks else None), dtype)

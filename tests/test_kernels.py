@@ -1037,6 +1037,8 @@ def attend_densely(
             scores = scoring.softcap * (scores / scoring.softcap).tanh()
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
+        if scoring.slopes is not None:
+            scores = scores + scoring.slopes.double()[:, None, None] * (key - query)
         seen = (key < (query + 1 if own is None else own[:, None])) & (key > query - (scoring.window or length))
         scores = scores.masked_fill(~seen, float("-inf"))
         if scoring.sinks is not None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fp8 import quantized, scales
 from test_kernels import assert_close, attend_densely, paged, randn
+from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import make_backend
@@ -116,6 +117,24 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> int:
     return 16
 
 
+def packed_step(
+    query_lens: list[int], context_lens: list[int], k_cache: Tensor, v_cache: Tensor, tables: Tensor
+) -> tuple[Context, GroupContext]:
+    """Return a step of prompts with stretches."""
+    cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    division = divide(query_lens, context_lens)
+    assert division is not None
+    rows, *pieces = (
+        torch.tensor(numbers.tolist(), dtype=torch.int32, device=DEVICE)
+        for numbers in (division.rows, division.cu_query_lens, division.context_lens)
+    )
+    divided = DividedPrefill(division.stretches, division.max_query_len, *pieces)
+    packed = PackedQueries(query_lens, context_lens, cu_query_lens, cu_query_lens, [False] * len(lens), divided)
+    group = GroupContext(lens, tables, tables[rows])
+    return Context({0: (k_cache, v_cache)}, [group], cu_query_lens, lens, 0, packed), group
+
+
 SHAPES = (4, 4, 64, 16), (8, 2, 128, 256), (4, 1, 128, 48)
 
 
@@ -133,19 +152,10 @@ def test_attention_of_a_step(in_fp8: bool, shape: tuple[int, int, int, int], uni
         (k_cache, k), (v_cache, v) = quantized(k_cache, kv_scales[0]), quantized(v_cache, kv_scales[1])
         exact = k, v
     q = randn(sum(query_lens), heads, head_dim, dtype=HALF)
-    cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
-    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    division = divide(query_lens, context_lens)
-    assert division is not None
-    assert len(division.stretches) == 5  # one of 4 units is cut
-    rows, *pieces = (
-        torch.tensor(numbers.tolist(), dtype=torch.int32, device=DEVICE)
-        for numbers in (division.rows, division.cu_query_lens, division.context_lens)
-    )
-    divided = DividedPrefill(division.stretches, division.max_query_len, *pieces)
-    packed = PackedQueries(query_lens, context_lens, cu_query_lens, cu_query_lens, [False] * len(lens), divided)
-    group = GroupContext(lens, tables, tables[rows])
-    context = Context({0: (k_cache, v_cache)}, [group], cu_query_lens, lens, 0, packed)
+    context, group = packed_step(query_lens, context_lens, k_cache, v_cache, tables)
+    assert context.prefill is not None
+    assert context.prefill.divided is not None
+    assert len(context.prefill.divided.stretches) == 5  # one of 4 units is cut
     expected = {}
     for window in (None, unit):
         how = Scoring(head_dim**-0.5, window, None, kv_scales)

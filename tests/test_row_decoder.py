@@ -102,6 +102,7 @@ def test_what_the_launch_gets_is_the_model(description: Description) -> None:
         {"residual_scale": 0.5},
         {"activation": "gelu_tanh"},
         {"sinks": True},
+        {"alibi": (0.5, 0.25)},
         {"double_from": 1},
         {"kv_heads": (KVHeads(2, 16), KVHeads(2, 16, source=0))},
         {"ropes": (Rope((1.0,) * 8, interleaved=True),) * 2},

@@ -14,17 +14,17 @@ from test_fp8 import quantized, scales
 from test_in_order import decode as decode_in_order
 from test_in_order import prefill as prefill_in_order
 from test_kernels import DTYPES, SHORT, assert_close, attend_densely, forget, paged, randn
+from test_long_prefill import packed_step
 from test_shared_prefixes import find_shared, make_prefixes, nested_tables, on_device
 
 from nanoinfer import LLM
 from nanoinfer.attention import choose_backend, make_backend, triton_backend
-from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
+from nanoinfer.attention.context import Scoring
 from nanoinfer.engine.prefixes import shared_prefixes
 from nanoinfer.kernels.attention import long_prefill, prefill_plan
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
@@ -157,22 +157,7 @@ def test_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     query_lens, context_lens = [2 * unit, 3, 4 * unit + 1], [2 * unit, 12, 9 * unit + 1]
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q, how = randn(sum(query_lens), 8, 64, dtype=dtype), make_scoring(8, 64, None, None)
-    division = divide(query_lens, context_lens)
-    assert division is not None
-    ends, lens, rows, *pieces = (
-        torch.tensor(list(numbers), dtype=torch.int32, device=DEVICE)
-        for numbers in (
-            [0, 2 * unit, 2 * unit + 3, sum(query_lens)],
-            context_lens,
-            division.rows,
-            division.cu_query_lens,
-            division.context_lens,
-        )
-    )
-    divided = DividedPrefill(division.stretches, division.max_query_len, *pieces)
-    packed = PackedQueries(query_lens, context_lens, ends, ends, [False] * 3, divided)
-    group = GroupContext(lens, tables, tables[rows])
-    context = Context({0: (k_cache, v_cache)}, [group], ends, lens, 0, packed)
+    context, group = packed_step(query_lens, context_lens, k_cache, v_cache, tables)
     out = make_backend("triton", alike(256, None)).prefill(q, k_cache, v_cache, context, group, how)
     assert_close(out, attend_densely(q, k_cache, v_cache, tables, query_lens, context_lens, how))
 

@@ -232,14 +232,16 @@ def paged(head_dim: int, heads: int, kv_heads: int, rows: int, cache: torch.dtyp
     return empty(rows, heads, head_dim, dtype=BF16), keys, numbers(rows, 16)
 
 
-def decode(head_dim: int, rows: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
+def decode(
+    head_dim: int, rows: int, cache: torch.dtype, window: int | None, in_order: bool, alibi: bool = False
+) -> None:
     q, keys, tables = paged(head_dim, 32, 8, rows, cache)
-    scales = empty(2) if cache == FP8 else None
+    scales, slopes = empty(2) if cache == FP8 else None, empty(32) if alibi else None
     plan = plan_decode(numbers(rows), keys, window=window, programs=decode_programs(head_dim) if in_order else None)
     if in_order:
-        decode_in_order(q, keys, keys, tables, numbers(rows), 4096, 1.0, plan, kv_scales=scales)
+        decode_in_order(q, keys, keys, tables, numbers(rows), 4096, 1.0, plan, kv_scales=scales, slopes=slopes)
     else:
-        paged_decode_triton(q, keys, keys, tables, numbers(rows), 1.0, plan, kv_scales=scales)
+        paged_decode_triton(q, keys, keys, tables, numbers(rows), 1.0, plan, kv_scales=scales, slopes=slopes)
 
 
 def verify(head_dim: int, rows: int, cache: torch.dtype, window: int | None, most: int) -> None:
@@ -251,24 +253,27 @@ def verify(head_dim: int, rows: int, cache: torch.dtype, window: int | None, mos
     paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, kv_scales=scales)
 
 
-def share(head_dim: int, rows: int, cache: torch.dtype, most: int) -> None:
+def share(head_dim: int, rows: int, cache: torch.dtype, most: int, alibi: bool = False) -> None:
     """Attend from the rows' last tokens, and guesses if there are any, to prefixes that rows share, and to the rest."""
     q, keys, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
     scales, lens, row = empty(2) if cache == FP8 else None, numbers(len(q)), numbers(rows)
+    slopes = empty(32) if alibi else None
     prefixes, bundles = SharedPrefixes(rows, 32, keys), None
     if most:
         bundles = bundle(lens, row, row, most, queries_of_a_bundle(most, 32, keys), prefixes, numbers(len(q)))
     plan = plan_decode(lens, keys, prefixes=prefixes, bundles=bundles)
     queries = None if bundles is None else bundles.shared
-    shared = attend_to_prefixes(q, keys, keys, tables, prefixes, 1.0, None, scales, queries)
-    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, None, scales, shared)
+    shared = attend_to_prefixes(q, keys, keys, tables, prefixes, 1.0, None, scales, queries, slopes, lens)
+    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, None, scales, shared, slopes=slopes)
 
 
-def prefill(head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
+def prefill(
+    head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool, alibi: bool = False
+) -> None:
     q, keys, tables = paged(head_dim, 32, 8, 8 * length, cache)
-    scales = empty(2) if cache == FP8 else None
+    options = {"kv_scales": empty(2) if cache == FP8 else None, "slopes": empty(32) if alibi else None}
     attend = prefill_in_order if in_order else paged_prefill_triton
-    attend(q, keys, keys, tables, numbers(9), numbers(8), length, 1.0, window=window, kv_scales=scales)
+    attend(q, keys, keys, tables, numbers(9), numbers(8), length, 1.0, window=window, **options)
 
 
 def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
@@ -477,6 +482,11 @@ def of_attention() -> Iterator[Launch]:
         yield Launch(f"decode in order, {head_dim=}", partial(decode, head_dim, 200, BF16, None, True))
     for head_dim in (256, 512):
         yield Launch(f"prefill in order, {head_dim=}", partial(prefill, head_dim, 1000, BF16, None, True))
+    for attend, size in (decode, 200), (prefill, 1000):
+        often = often_if(attend is decode)
+        yield Launch(f"{attend.__name__} with slopes", partial(attend, 128, size, BF16, None, False, True), often)
+        yield Launch(f"{attend.__name__} in order with slopes", partial(attend, 128, size, BF16, None, True, True))
+    yield Launch("decode with slopes, in FP8", partial(decode, 128, 200, FP8, None, False, True))
 
 
 def of_guesses_and_prefixes() -> Iterator[Launch]:
@@ -488,6 +498,7 @@ def of_guesses_and_prefixes() -> Iterator[Launch]:
     yield Launch("4 guesses", partial(verify, 128, 8, BF16, None, 4))
     yield Launch("8 guesses with a window", partial(verify, 256, 8, FP8, 1024, 8))
     yield Launch("prefixes, 8 guesses", partial(share, 256, 16, BF16, 8))
+    yield Launch("prefixes, 8 guesses with slopes", partial(share, 128, 16, BF16, 8, True))
     yield Launch("guesses without a model", partial(draft_and_accept, 32, 160))
 
 
