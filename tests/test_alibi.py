@@ -65,9 +65,8 @@ class TestSlopes:
         for heads in range(1, 81):
             bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
             torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), bloom)
-            for largest_bias in (8, 4, 16, 5):
-                mpt = -build_mpt_alibi_tensor(heads, 2, largest_bias)[:, 0, 0]
-                torch.testing.assert_close(torch.tensor(alibi_slopes(heads, largest_bias)), mpt)
+            mpt = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+            torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), mpt)
 
     def test_each_rank_has_those_of_its_heads(self) -> None:
         model = replace(bundled(), alibi=alibi_slopes(bundled().num_heads))

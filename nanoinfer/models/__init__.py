@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "AfmoeForCausalLM": "mixtures.afmoe.describe",
     "ArceeForCausalLM": "llama.describe_arcee",
+    "BloomForCausalLM": "classics.bloom.describe",
     "CodeGenForCausalLM": "classics.gptj.describe_codegen",
     "Cohere2ForCausalLM": "classics.cohere.describe_cohere2",
     "CohereForCausalLM": "classics.cohere.describe_cohere",
@@ -29,6 +30,7 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
     "Exaone4ForCausalLM": "exaone4.describe",
     "ExaoneMoeForCausalLM": "exaone4.describe_moe",
+    "FalconForCausalLM": "classics.falcon.describe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
     "FlintForCausalLM": "mixtures.flint.describe",
     "Gemma2ForCausalLM": "gemma.gemma.describe_gemma2",
@@ -67,6 +69,7 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
     "MixtralForCausalLM": "mistral.describe_mixtral",
+    "MptForCausalLM": "classics.mpt.describe",
     "NanoChatForCausalLM": "llama.describe_nanochat",
     "NemotronForCausalLM": "classics.nemotron.describe_nemotron",
     "Olmo2ForCausalLM": "olmo.describe_olmo2",

@@ -39,7 +39,7 @@ def describe_common(
             f"model: {activation_field}={activation!r} in its config is not supported; supported:"
             f" {', '.join(ACTIVATION_NAMES)}"
         )
-    head_dim = head_dim_of(config)
+    head_dim = own["kv_heads"][0].dim if "kv_heads" in own else head_dim_of(config)
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.models.falcon.modeling_falcon as falcon
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from nanoinfer.models.alibi import alibi_slopes
 
 VOCAB = 160
 SHAPE = {
@@ -64,18 +67,29 @@ class Case:
         return {**self.small, "num_kvcache_blocks": blocks, "max_num_batched_tokens": tokens}
 
 
+def rounded_slopes(attention_mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a Falcon's biases of slopes in 16 bits; transformers rounds their products with positions, too."""
+    slopes = torch.tensor(alibi_slopes(heads)).bfloat16().to(dtype)
+    return slopes[:, None, None] * torch.arange(attention_mask.shape[1], dtype=dtype)
+
+
+falcon.build_alibi_tensor = rounded_slopes
+
+
 def build(case: Case, folder: Path) -> PreTrainedModel:
     """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
     torch.manual_seed(0)
     settings = {**SHAPE, **case.settings}
-    if case.model_type in ("qwen2_vl", "qwen2_5_vl"):
+    if case.model_type in ("qwen2_vl", "qwen2_5_vl", "falcon"):
         settings.pop("head_dim")  # transformers computes it from the hidden size
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
         settings = {"text_config": settings, "vision_config": case.vision, **tied, **case.outer}
     config = AutoConfig.for_model(case.model_type, **settings)
     auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    # transformers' own attention would add a Falcon's biases twice.
+    attention = "sdpa" if case.model_type == "falcon" else "eager"
+    model = auto.from_config(config, attn_implementation=attention).float().eval()
     assert type(model).__name__ == case.architecture
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):

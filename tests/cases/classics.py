@@ -69,4 +69,26 @@ CLASSICS = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
     ),
     "hunyuandense": Case("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", {"attention_bias": True}),
+    "bloom": Case("BloomForCausalLM", "bloom", wide()),
+    "mpt clamped, another scale": Case(
+        "MptForCausalLM",
+        "mpt",
+        wide(max_seq_len=512, attn_config={"clip_qkv": 0.7, "softmax_scale": 0.2}),
+    ),
+    "mpt": Case("MptForCausalLM", "mpt", wide(max_seq_len=512)),
+    "falcon 7b": Case("FalconForCausalLM", "falcon", wide(num_kv_heads=4)),
+    "falcon 7b, heads of their own": Case(
+        "FalconForCausalLM", "falcon", wide(num_kv_heads=4, bias=True, multi_query=False)
+    ),
+    "falcon rw": Case(
+        "FalconForCausalLM",
+        "falcon",
+        wide(num_kv_heads=4, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    ),
+    "falcon 11b": Case(
+        "FalconForCausalLM",
+        "falcon",
+        wide(num_kv_heads=2, new_decoder_architecture=True, num_ln_in_parallel_attn=1, activation="gelu_new"),
+    ),
+    "falcon 40b": Case("FalconForCausalLM", "falcon", wide(num_kv_heads=2, new_decoder_architecture=True)),
 }
