@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -185,6 +186,40 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     save_file({renamed(key): weight for key, weight in weights.items()}, file, {"format": "pt"})
     assert not set(load_file(file)) & set(weights) - {"lm_head.weight"}
     run(make_llm(str(tmp_path), **CASES[name].small), model)
+
+
+def test_files_of_before_transformers_5(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """They lack the model's own name, call the head otherwise, or hold the masks of attention."""
+    masks = {"attn.bias": torch.ones(1, 1, 4, 4), "attn.masked_bias": torch.tensor(-1e4)}
+    in_neox = {f"attention.{name.removeprefix('attn.')}": mask for name, mask in masks.items()}
+    changes: dict[str, tuple[Callable[[str], str], str, dict[str, torch.Tensor]]] = {
+        "gpt2": (lambda key: key.removeprefix("transformer."), "h.0.", masks),
+        "gptneox": (lambda key: key.replace("lm_head", "embed_out"), "gpt_neox.layers.0.", in_neox),
+        "gptj": (lambda key: key, "transformer.h.0.", masks),
+        "bloom": (lambda key: key.removeprefix("transformer."), "", {}),
+        "opt": (lambda key: key.removeprefix("model."), "", {}),
+    }
+    for name, (renamed, layer, others) in changes.items():
+        folder = tmp_path / name
+        model = build(CASES[name], folder)
+        weights = {renamed(key): weight for key, weight in load_file(folder / "model.safetensors").items()}
+        weights |= {f"{layer}{key}": mask for key, mask in others.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        run(make_llm(str(folder), **CASES[name].small), model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptneox"])
+def test_a_trainer_updates_weights_by_transformers_names(
+    name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    """A GPT-2's matrices come as [in, out]."""
+    folder, model = family(name)
+    llm = make_llm(folder, **CASES[name].small)
+    changed = copy.deepcopy(model)
+    for parameter in changed.parameters():
+        parameter.data *= 1.1
+    llm.update_weights(changed.named_parameters())
+    run(llm, changed)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", *whole_only(["qwen2-vl windows", "qwen2.5-vl"])])
@@ -423,12 +458,22 @@ def test_the_different_layers_run_alone(
         ("lfm2moe", {"num_dense_layers": -2}, "num_dense_layers=-2 .*must be an integer of at least 0"),
         ("afmoe", {"attention_bias": True}, "attention_bias=True .*not supported"),
         ("afmoe", {"sliding_window": None}, "sliding_window=None .*must be a number above 0"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True .*not supported"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function='mish' .*not supported; supported: silu, gelu,"),
+        ("gpt2", {"n_inner": 0}, "n_inner=0 .*must be an integer of at least 1"),
+        ("gptj", {"rotary_dim": 7}, "rotary_dim=7 .*must be even, and at most 16"),
+        ("codegen", {"n_head": 2}, "n_head=2 .*must be a multiple of 4"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_.*=True .*not supported"),
+        ("falcon 40b", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3 .*must be 1 or 2"),
+        ("mpt", {"logit_scale": 2.0}, "logit_scale=2.0 .*not supported"),
+        ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 .*must be a number above 0"),
+        ("olmo", {"clip_qkv": -1.0}, "clip_qkv=-1.0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip
 def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str, Any], message: str) -> None:
     case = CASES[name]
-    settings = {**SHAPE, **case.settings}
+    settings = case.text_settings
     if case.vision is not None:
         settings = {"text_config": settings, "vision_config": case.vision}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
@@ -454,10 +499,18 @@ def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> 
     case = CASES[name]
     heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "intermediate_size": 80, "vocab_size": 400}
     sizes = {**heads, "block_auto_adjust_ff_dim": False, "vocab_size_per_layer_input": heads["vocab_size"]}
-    settings = {**SHAPE, **case.settings, **sizes}
+    settings = {**case.text_settings, **sizes}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     with pytest.raises(ValueError, match=message):
         check_ranks(describe(config), ranks)
+
+
+def test_ranks_that_would_part_queries_from_their_keys(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
+    for name, runs in (("falcon 40b", 2), ("codegen", 4)):
+        model = Config(family(name)[0], device="cpu").description
+        check_ranks(model, runs)
+        with pytest.raises(ValueError, match=f"size={2 * runs}: .* keys and values together, in {runs} runs"):
+            check_ranks(replace(model, num_heads=8), 2 * runs)
 
 
 def test_a_state_is_not_deterministic_yet(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:

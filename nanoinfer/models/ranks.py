@@ -28,6 +28,11 @@ def check_ranks(model: Description, ranks: int) -> None:
                 f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
                 " divided by it; use a divisor or a multiple"
             )
+    if model.qkv_layout != "stacked" and (runs := _runs_of_heads(model)) % ranks:
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: the checkpoint has queries, keys and values together, in {runs} runs, which"
+            " is not divisible by it; use a divisor"
+        )
     if ranks > 1 and model.formats.rotations:
         raise ValueError(
             f"tensor_parallel_size={ranks}: must be 1: the transform_config of the model's quantization_config rotates"
@@ -78,6 +83,11 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
             f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"
             " such as one, and data_parallel_size for more processes"
         )
+
+
+def _runs_of_heads(model: Description) -> int:
+    """Return in how many runs one tensor has queries, each with its keys and values."""
+    return 4 if model.qkv_layout == "quarters" else min(_kv_counts(model))
 
 
 def _kv_counts(model: Description) -> list[int]:

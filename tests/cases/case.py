@@ -56,6 +56,14 @@ class Case:
     outer: dict[str, Any] = field(default_factory=dict)  # of a multimodal config, beside text_config and vision_config
 
     @property
+    def text_settings(self) -> dict[str, Any]:
+        """Return the settings of the language model."""
+        settings = {**SHAPE, **self.settings}
+        if self.model_type in ("qwen2_vl", "qwen2_5_vl", "falcon"):
+            settings.pop("head_dim")  # transformers computes it from the hidden size
+        return settings
+
+    @property
     def small(self) -> dict[str, int]:
         """Options with blocks as small as can be."""
         return {"kvcache_block_size": 64 if self.keeps_states else 16, "max_model_len": 320}
@@ -79,9 +87,7 @@ falcon.build_alibi_tensor = rounded_slopes
 def build(case: Case, folder: Path) -> PreTrainedModel:
     """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
     torch.manual_seed(0)
-    settings = {**SHAPE, **case.settings}
-    if case.model_type in ("qwen2_vl", "qwen2_5_vl", "falcon"):
-        settings.pop("head_dim")  # transformers computes it from the hidden size
+    settings = case.text_settings
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
         settings = {"text_config": settings, "vision_config": case.vision, **tied, **case.outer}

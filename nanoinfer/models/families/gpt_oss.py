@@ -9,7 +9,7 @@ from nanoinfer.kernels.linear.activation import ClampedSwiGLU
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.settings import positive
+from nanoinfer.models.settings import positive, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +19,7 @@ NAMES = ModuleNames(routers=("mlp.router",), paired_experts=True)
 
 def describe(config: PretrainedConfig) -> Description:
     """All layers have experts. A token's weights are the softmax of its chosen logits."""
+    refuse(config, hidden_act="silu")
     layers = (True,) * config.num_hidden_layers
     experts = read_experts(config, layers, "intermediate_size", normalised=True, count_field="num_local_experts")
     assert experts is not None

@@ -33,7 +33,7 @@ def describe(config: PretrainedConfig) -> Description:
         None,
         "layer_norm_epsilon",
         names=NAMES,
-        spelling=spelling("transformer", "word_embeddings", "h", OTHERS),
+        spelling=spelling(("transformer",), "word_embeddings", "h", OTHERS),
         norm=NormKind(centred=True, has_bias=True),
         embedding_norm="model.word_embeddings_layernorm",
         alibi=alibi_slopes(config.num_attention_heads),

@@ -38,7 +38,7 @@ def describe(config: PretrainedConfig) -> Description:
         "activation",
         "layer_norm_epsilon",
         names=_names(config) if is_parallel else NAMES,
-        spelling=spelling("transformer", "word_embeddings", "h", ("ln_f",)),
+        spelling=spelling(("transformer",), "word_embeddings", "h", ("ln_f",)),
         norm=NormKind(centred=True, has_bias=True),
         is_parallel=is_parallel,
         max_position=size_of(config, "max_position_embeddings"),

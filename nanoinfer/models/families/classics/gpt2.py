@@ -45,7 +45,7 @@ def _describe(config: PretrainedConfig, turned: tuple[str, ...], **own: Any) -> 
     rows = size_of(config, "max_position_embeddings")
     fields = {
         "names": NAMES,
-        "spelling": spelling("transformer", "wte", "h", ("wpe", "ln_f"), turned=turned),
+        "spelling": spelling(("transformer",), "wte", "h", ("wpe", "ln_f"), turned=turned),
         "norm": NormKind(centred=True, has_bias=True),
         "positions": PositionTable("model.wpe", rows),
         "max_position": rows,

@@ -29,7 +29,7 @@ def describe(config: PretrainedConfig) -> Description:
         eps_field="layer_norm_eps",
         kv_heads=heads_of_their_own(config),
         names=NAMES,
-        spelling=spelling("gpt_neox", "embed_in", "layers", head="embed_out"),
+        spelling=spelling(("gpt_neox",), "embed_in", "layers", head="embed_out"),
         norm=NormKind(centred=True, has_bias=True),
         is_parallel=config.use_parallel_residual,
         ropes=(read_rope(config, read_rotary_dim(config)),) * config.num_hidden_layers,

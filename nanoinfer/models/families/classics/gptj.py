@@ -50,7 +50,7 @@ def _describe(config: PretrainedConfig, qkv: tuple[str, ...], **own: Any) -> Des
             gate_up=("mlp.fc_in",),
             down="mlp.fc_out",
         ),
-        spelling=spelling("transformer", "wte", "h", ("ln_f",)),
+        spelling=spelling(("transformer",), "wte", "h", ("ln_f",)),
         norm=NormKind(centred=True, has_bias=True),
         is_parallel=True,
         kv_heads=heads_of_their_own(config),

@@ -36,7 +36,7 @@ def describe(config: PretrainedConfig) -> Description:
         None,
         "layer_norm_epsilon",
         names=NAMES,
-        spelling=spelling("transformer", "wte", "blocks", ("norm_f",)),
+        spelling=spelling(("transformer",), "wte", "blocks", ("norm_f",)),
         norm=NormKind(centred=True),
         alibi=alibi_slopes(config.num_attention_heads),
         max_position=size_of(config, "max_seq_len"),

@@ -35,7 +35,7 @@ def describe(config: PretrainedConfig) -> Description:
         "activation_function",
         kv_heads=heads_of_their_own(config),
         names=NAMES,
-        spelling=spelling("model.decoder", "decoder.embed_tokens", "decoder.layers"),
+        spelling=spelling(("model.decoder", "decoder"), "embed_tokens", "layers"),
         norm=NormKind(centred=True, has_weight=is_learned, has_bias=is_learned),
         norm_eps=1e-5,
         post_norm=not config.do_layer_norm_before,

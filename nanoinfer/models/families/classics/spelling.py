@@ -9,7 +9,7 @@ MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.maske
 
 
 def spelling(
-    model: str,
+    models: tuple[str, ...],
     embedding: str,
     layers: str,
     others: tuple[str, ...] = (),
@@ -18,14 +18,15 @@ def spelling(
 ) -> Spelling:
     """Return the spelling of a family's names.
 
-    model: what begins the names; some files lack it
-    embedding, layers: the modules in it; others: its other modules
+    models: what may begin the names
+    embedding, layers: the modules behind that; others: the family's other modules, if files may have all of them bare
     head: the output projection; None: "lm_head"
     turned: as for Spelling
     """
     ours = [(f"{embedding}.", f"{EMBEDDING}."), (f"{layers}.", "model.layers.")]
-    beginnings = [(f"{model}.{begin}", known) for begin, known in [*ours, ("", "model.")]]
-    beginnings += [*ours, *((f"{other}.", f"model.{other}.") for other in others)]
+    beginnings = [(f"{model}.{begin}", known) for model in models for begin, known in [*ours, ("", "model.")]]
+    if others:
+        beginnings += [*ours, *((f"{other}.", f"model.{other}.") for other in others)]
     if head is not None:
         beginnings.append((f"{head}.", "lm_head."))
     return Spelling(tuple(beginnings), turned, MASKS)
