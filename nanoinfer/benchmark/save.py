@@ -96,10 +96,10 @@ def _write(args: argparse.Namespace, folder: Path, status: StatusLine) -> str:
     """Draw the weights as an LLM does, and write them; returns a line about them."""
     write_config(args.config, str(folder))
     config = _config_of(args, folder)
-    device, rename = config.device_of(0), config.description.beside.stored_name
+    device, names = config.device_of(0), config.description.beside
     model, tower = _build(config, config.description, device), _tower_table(config, device)
     drawn = table_of(model) | tower
-    _complete(folder / CONFIG, args.quantization, config.dtype, drawn, rename)
+    _complete(folder / CONFIG, args.quantization, config.dtype, drawn, names.stored_name)
     table = saved_part(_stored_table(model, drawn, args, config), has_stacks(args.config))
     num_bytes = sum(map(num_bytes_of, table.values()))
     if num_bytes > (free := shutil.disk_usage(folder).free):
@@ -109,7 +109,7 @@ def _write(args: argparse.Namespace, folder: Path, status: StatusLine) -> str:
     if args.routing == "skewed":
         skew_routers(model)
     status.begin(f"writing {num_bytes / 1e9:.3g} GB")
-    save_table(table, folder, rename)
+    save_table(table, folder, names)
     how, routers = args.quantization or config.dtype, f", {args.routing} routers" if has_experts(args.config) else ""
     return f"random weights of {args.config} in {how}{routers}: {len(table):,} tensors, {num_bytes / 1e9:.3g} GB"
 

@@ -47,6 +47,8 @@ GLM_MOE = {
     "model_type": "glm4_moe", "attention_bias": True, "norm_topk_prob": True, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "max_position_embeddings": 2048}
+GPT2 = {"model_type": "gpt2", "max_position_embeddings": 2048}  # twice its own, so that the workloads fit
 SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
     "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
@@ -70,6 +72,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         (5120, 32768, 40, 32, 8, 128, False, 131072),
         {**MISTRAL, "rope_theta": 1e8, "sliding_window": None},
     ),
+    "gpt2-xl": ((1600, 6400, 48, 25, 25, 64, True, 50257), GPT2),
+    "pythia-1.4b": ((2048, 8192, 24, 16, 16, 128, False, 50304), GPT_NEOX),
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
     "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
     "gemma4-12b": ((3840, 15360, 48, 16, 8, 256, True, 262144), {**GEMMA4, "num_global_key_value_heads": 1}),
@@ -138,7 +142,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
 }  # published shapes, but for the tiny ones
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",

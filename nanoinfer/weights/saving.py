@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoinfer.weights.shards import Saved, Shard, Table
-from nanoinfer.weights.sources import INDEX_FILE, SINGLE_FILE
+from nanoinfer.weights.sources import INDEX_FILE, SINGLE_FILE, Beside
 
 FILE_BYTES = 2 << 30  # of a file; a larger tensor has one of its own
 
@@ -64,10 +64,10 @@ def _as_saved(shard: Shard) -> Saved:
     return shard.target
 
 
-def save_table(table: Table, folder: Path, rename: Callable[[str], str]) -> None:
+def save_table(table: Table, folder: Path, names: Beside) -> None:
     """Write all tensors of a table, one file after the other, and if there are several, their index.
 
-    rename: makes a checkpoint's name of one in the table
+    names: those that the checkpoint has
     Host memory holds one of the files at a time. Raises OSError or SafetensorError if the disk does not take them.
     """
     cuts = list(_cut(table))
@@ -75,13 +75,18 @@ def save_table(table: Table, folder: Path, rename: Callable[[str], str]) -> None
     if len(cuts) > 1:
         files = [f"model-{number:05}-of-{len(cuts):05}.safetensors" for number in range(1, len(cuts) + 1)]
     weight_map = {}
-    for file, names in zip(files, cuts, strict=True):
-        tensors = {rename(name): tensor_of(table[name]) for name in names}
+    for file, some in zip(files, cuts, strict=True):
+        tensors = {names.stored_name(name): _as_stored(name, table[name], names) for name in some}
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(num_bytes_of, table.values()))}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), "utf-8")
+
+
+def _as_stored(name: str, shards: list[Shard], names: Beside) -> Tensor:
+    tensor = tensor_of(shards)
+    return tensor.mT.contiguous() if names.is_turned(name) else tensor
 
 
 def _cut(table: Table) -> Iterator[list[str]]:
