@@ -469,6 +469,7 @@ def test_the_different_layers_run_alone(
         ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 .*must be a number above 0"),
         ("olmo", {"clip_qkv": -1.0}, "clip_qkv=-1.0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config=.*not supported"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 .*must be an integer of at least 1"),
     ],
 )  # fmt: skip
 def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
+from nanoinfer.layers.head_transform import TransformBeforeHead
 from nanoinfer.layers.label_head import LabelHead
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.norm import Joint, NormLayer
@@ -34,8 +35,9 @@ from nanoinfer.models.mlps import AnyMLP, make_mlp
 from nanoinfer.models.parallel_layer import ParallelLayer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
-from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.matrix import LinearMap, Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.shards import Section
 
 
 def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
@@ -48,6 +50,21 @@ def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> La
 def _make_layer_inputs(model: Description, sizes: LayerInputSizes, tp: TensorParallel) -> LayerInputs:
     shape = model.num_layers, model.vocab_size, model.hidden_size
     return LayerInputs(sizes, *shape, model.norm_eps, tp, model.formats)
+
+
+def _make_embedding_projection(model: Description) -> LinearMap | None:
+    size = model.embedding_size
+    if size is None:
+        return None
+    section = Section(model.embedding_projection, model.hidden_size, (model.hidden_size, size), 0)
+    return model.formats.make_matrix([section], size, False)
+
+
+def _make_head_transform(model: Description) -> TransformBeforeHead | None:
+    if model.head_transform is None:
+        return None
+    how = model.hidden_size, model.norm_eps, model.norm, model.formats
+    return TransformBeforeHead(model.head_transform, *how)
 
 
 class DecoderLayer(nn.Module):
@@ -97,9 +114,9 @@ class Decoder(CausalLM):
         super().__init__(model, max_model_len, backend, tp, head_dtype)
         self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
-        self.embedding = VocabParallelEmbedding(
-            EMBEDDING, model.vocab_size, model.hidden_size, tp, HEAD if model.tied else None
-        )
+        size = model.embedding_size or model.hidden_size
+        self.embedding = VocabParallelEmbedding(EMBEDDING, model.vocab_size, size, tp, HEAD if model.tied else None)
+        self.embedding_projection = _make_embedding_projection(model)
         # transformers rounds the scale to the embeddings' dtype
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
         self.layer_inputs = None if model.layer_inputs is None else _make_layer_inputs(model, model.layer_inputs, tp)
@@ -125,11 +142,12 @@ class Decoder(CausalLM):
             of_branches = next(joints), mixer, next(joints), mlp
             self.layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
         self.joint = next(joints)
+        self.head_transform = _make_head_transform(model)
         self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
 
     def _make_head(self, model: Description, dtype: torch.dtype) -> Head:
-        sizes = model.vocab_size, model.hidden_size, self.tp
+        sizes = model.vocab_size, model.head_inputs, self.tp
         if model.labels is not None:
             return LabelHead(model.hidden_size, model.labels)
         if model.head_format != PLAIN:
@@ -157,6 +175,8 @@ class Decoder(CausalLM):
         x, residual = self.embedding(token_ids), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
+        if self.embedding_projection is not None:  # of another rank's token it makes zeros of zeros
+            x = self.embedding_projection.beside(context.adapters).product(x)
         if self.positions is not None:
             x = self.positions(x, context.positions)
         if context.images is not None:
@@ -206,6 +226,8 @@ class Decoder(CausalLM):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
+        if self.head_transform is not None:
+            hidden = self.head_transform(hidden, adapters)
         logits = self.lm_head.beside(adapters)(hidden, out)
         if self.logit_scale != 1:
             logits *= self.logit_scale
@@ -245,7 +267,9 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
             yield Joint(post, None, tp, scale, whole, sums)
             post, sums = norm(layer, model.layer_inputs.post_norm), True
         stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
-    last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, model.norm, scale_name=stream)
+    last = None
+    if names.last_norm is not None:
+        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, model.norm, scale_name=stream)
     yield Joint(post, last, tp, scale, whole, sums)
 
 

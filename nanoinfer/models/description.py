@@ -11,6 +11,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.head_norm import HeadNorms
+from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.norm import RMS_NORM, NormKind
 from nanoinfer.layers.positions import PositionTable
@@ -59,7 +60,7 @@ class ModuleNames:
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
-    last_norm: str = "model.norm"
+    last_norm: str | None = "model.norm"
     layer_scale: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
@@ -135,6 +136,8 @@ class Description:
         attention's result, mlp_norm that of the sum with the MLP's
     is_parallel: attention and the MLP read the same stream; without mlp_norm, through one norm
     embedding_norm: the name of the norm of the embeddings; None: they have none
+    embedding_size: numbers of an embedding, which embedding_projection turns into hidden_size; None: hidden_size
+    embedding_projection: that matrix's name
     positions: vectors for positions, which are added to the embeddings; None: the model has none
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
@@ -156,6 +159,7 @@ class Description:
     alibi: the slopes of ALiBi's bias, one for each query head, see attention.context.Scoring; empty: the model has none
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     head_bias: the output projection has a bias
+    head_transform: what stands before the output projection; None: nothing
     spelling: how checkpoints write the names of tensors, where they differ from other models'
     formats: those of the matrices, but for embeddings and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
@@ -185,6 +189,8 @@ class Description:
     post_norm: bool = False
     is_parallel: bool = False
     embedding_norm: str | None = None
+    embedding_size: int | None = None
+    embedding_projection: str = ""
     positions: PositionTable | None = None
     qk_norm: QKNorm | None = None
     head_norms: HeadNorms | None = None
@@ -199,6 +205,7 @@ class Description:
     mlp_bias: bool = False
     is_gated: bool = True
     head_bias: bool = False
+    head_transform: HeadTransform | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -280,6 +287,16 @@ class Description:
         """Return the format of the experts of a layer that has some."""
         expert = self.names.expert.format(0)
         return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_gate}")
+
+    @property
+    def head_inputs(self) -> int:
+        """How many numbers of a token the output projection takes."""
+        return self.hidden_size if self.head_transform is None else self.head_transform.size
+
+    @property
+    def head_modules(self) -> set[str]:
+        """The names of the matrices that turn hidden states into logits."""
+        return {HEAD} if self.head_transform is None else {HEAD, self.head_transform.name}
 
     @property
     def head_format(self) -> Format:

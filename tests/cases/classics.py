@@ -36,7 +36,16 @@ CLASSICS = {
         "opt",
         wide(ffn_dim=96, word_embed_proj_dim=64, enable_bias=False, layer_norm_elementwise_affine=False),
     ),
-    "opt": Case("OPTForCausalLM", "opt", wide(ffn_dim=96, word_embed_proj_dim=64, activation_function="gelu")),
+    "opt without the last norm": Case(
+        "OPTForCausalLM", "opt", wide(ffn_dim=96, word_embed_proj_dim=64, _remove_final_layer_norm=True)
+    ),
+    "opt small embeddings, with a head of its own": Case(
+        "OPTForCausalLM", "opt", wide(ffn_dim=96, word_embed_proj_dim=32, tie_word_embeddings=False)
+    ),
+    "opt another activation": Case(
+        "OPTForCausalLM", "opt", wide(ffn_dim=96, word_embed_proj_dim=64, activation_function="gelu")
+    ),
+    "opt": Case("OPTForCausalLM", "opt", wide(ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False)),
     "phi head norms": Case("PhiForCausalLM", "phi", wide(qk_layernorm=True)),
     "phi": Case("PhiForCausalLM", "phi", wide(rope_parameters=ROTATED)),
     "persimmon without head norms": Case("PersimmonForCausalLM", "persimmon", wide(qk_layernorm=False)),

@@ -41,7 +41,8 @@ class AdapterSlots:
         self._receiver = AdapterReceiver(device)
         self._count, self._rank = config.max_adapters, slot_rank(config.max_adapter_rank)
         self._slots: list[Slots] = []
-        shape = config.description.vocab_size, config.description.hidden_size
+        shape = config.description.vocab_size, config.description.head_inputs
+        self._head_modules = config.description.head_modules
         head = Section(HEAD, model.num_ids, shape, model.first_id) if config.description.generates else None
         bases = Bases(model, head)
         _check_host_memory(bases, config, device)
@@ -88,7 +89,7 @@ class AdapterSlots:
     def write(self, slot: int, adapter: Adapter) -> None:
         """Write this rank's share of an adapter, which `reader` has read, into a slot, in place of what was there."""
         write(adapter, slot, self._slots)
-        self._in_head[slot] = slot if HEAD in adapter else -1
+        self._in_head[slot] = slot if any(module in adapter for module in self._head_modules) else -1
 
     @torch.inference_mode()
     def receive(self, bucket: Bucket) -> None:

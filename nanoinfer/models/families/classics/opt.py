@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import refuse, size_of
+from nanoinfer.models.settings import size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,14 +29,13 @@ FIRST = 2  # the row of position 0
 
 def describe(config: PretrainedConfig) -> Description:
     """Describe an OPT."""
-    refuse(config, _remove_final_layer_norm=False, word_embed_proj_dim=config.hidden_size)
     rows, is_learned = size_of(config, "max_position_embeddings"), bool(config.layer_norm_elementwise_affine)
     biases = bool(config.enable_bias)
     return describe_common(
         config,
         "activation_function",
         kv_heads=heads_of_their_own(config),
-        names=NAMES,
+        names=replace(NAMES, last_norm=None) if config._remove_final_layer_norm else NAMES,
         spelling=spelling(("model.decoder", "decoder"), "embed_tokens", "layers"),
         norm=NormKind(centred=True, has_weight=is_learned, has_bias=is_learned),
         norm_eps=1e-5,
@@ -47,4 +48,14 @@ def describe(config: PretrainedConfig) -> Description:
         qkv_bias=biases,
         o_bias=biases,
         mlp_bias=biases,
+        **_read_projections(config),
     )
+
+
+def _read_projections(config: PretrainedConfig) -> dict[str, Any]:
+    """Read what stands behind the embeddings and before the head, which is tied to them, where their size differs."""
+    size = size_of(config, "word_embed_proj_dim")
+    if size == config.hidden_size:
+        return {}
+    transform = HeadTransform("model.project_out", size)
+    return {"embedding_size": size, "embedding_projection": "model.project_in", "head_transform": transform}
