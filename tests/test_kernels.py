@@ -20,7 +20,7 @@ import triton.language as tl
 from conftest import DEVICE, HAS_CUDA, of_each_kind, plan_ahead, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, XIELUActivation
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -47,6 +47,8 @@ from nanoinfer.kernels.linear.activation import (
     activate_triton,
     gate_mul_reference,
     gate_mul_triton,
+    xielu,
+    xielu_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.gated import gated_linear
@@ -213,6 +215,24 @@ def test_activations_are_those_of_transformers(activation: Function, oracle: str
         assert out[0, 2].isnan()
         assert_close(out[1:], expected[1:])
         torch.testing.assert_close(out[0, :2].float(), expected[0, :2], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numbers", [(0.2, -0.9, 0.5, -1e-6), (30.0, -30.0, 0.25, -0.2)])
+def test_xielu(numbers: tuple[float, ...], dtype: torch.dtype) -> None:
+    """Numbers of all sizes, near 0 too, where exp(x) - 1 - x would have few digits."""
+    x = randn(7, 1100) * torch.logspace(-6, 1, 1100, device=DEVICE)
+    x[0, :4] = torch.tensor([3e4, -3e4, float("nan"), 0.0])
+    x = x.to(dtype)
+    oracle = XIELUActivation(dtype=torch.float64).to(DEVICE)
+    for parameter, number in zip((oracle.alpha_p, oracle.alpha_n, oracle.beta, oracle.eps), numbers, strict=True):
+        parameter.data.fill_(number)
+    expected = oracle(x.double()).to(dtype)
+    given = torch.tensor(numbers, device=DEVICE)
+    for out in (xielu(x.cpu(), given.cpu()).to(DEVICE), xielu_triton(x, given)):
+        assert out[0, 2].isnan()
+        accuracy = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+        torch.testing.assert_close(out, expected, rtol=accuracy, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -176,7 +176,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     is_old = not any(key.startswith("model.language_model.") for key in weights)
 
     def renamed(key: str) -> str:
-        if "vision" in key or "visual" in key or "projector" in key:
+        if any(part in key for part in ("vision", "visual", "projector", "audio")):
             return f"model.{key}" if is_old else key.removeprefix("model.")
         if is_old:
             key = key.removeprefix("language_model.")
@@ -469,6 +469,11 @@ def test_the_different_layers_run_alone(
         ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 .*must be a number above 0"),
         ("olmo", {"clip_qkv": -1.0}, "clip_qkv=-1.0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config=.*not supported"),
+        ("apertus", {"hidden_act": "tanh"}, "hidden_act='tanh' .*not supported; supported: silu"),
+        ("apertus1.5", {"output_vocab_size": 0}, "output_vocab_size=0 .*must be an integer of at least 1"),
+        ("apertus1.5", {"output_vocab_size": 201}, "output_vocab_size=201 .*must be at most vocab_size=200"),
+        ("apertus1.5", {"tie_word_embeddings": True}, "tie_word_embeddings=True .*not supported"),
+        ("apertus1.5 multimodal", {"tie_word_embeddings": True}, "tie_word_embeddings=True .*not supported"),
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 .*must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -476,7 +481,7 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     case = CASES[name]
     settings = case.text_settings
     if case.vision is not None:
-        settings = {"text_config": settings, "vision_config": case.vision}
+        settings = {"text_config": settings, "vision_config": case.vision, **case.outer}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     for setting, value in changes.items():
         setattr(config, setting, value)

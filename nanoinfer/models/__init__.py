@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "AfmoeForCausalLM": "mixtures.afmoe.describe",
+    "Apertus1p5ForConditionalGeneration": "multimodal.describe_apertus1p5",
+    "Apertus1p5TextForCausalLM": "apertus.describe_1p5",
+    "ApertusForCausalLM": "apertus.describe",
     "ArceeForCausalLM": "llama.describe_arcee",
     "BloomForCausalLM": "classics.bloom.describe",
     "CodeGenForCausalLM": "classics.gptj.describe_codegen",

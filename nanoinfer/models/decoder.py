@@ -114,8 +114,8 @@ class Decoder(CausalLM):
         super().__init__(model, max_model_len, backend, tp, head_dtype)
         self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
-        size = model.embedding_size or model.hidden_size
-        self.embedding = VocabParallelEmbedding(EMBEDDING, model.vocab_size, size, tp, HEAD if model.tied else None)
+        shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
+        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, HEAD if model.tied else None)
         self.embedding_projection = _make_embedding_projection(model)
         # transformers rounds the scale to the embeddings' dtype
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()

@@ -43,6 +43,7 @@ class ModuleNames:
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them; gate_up of an MLP without
         gates: the name of its first projection
     o, down: the projection of attention's result, and of the MLP's
+    xielu: what has the numbers of an MLP's xIELU, which stands for Description.activation; None: no MLP has one
     q_norm, k_norm: the norm of queries, and of keys
     output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
@@ -69,6 +70,7 @@ class ModuleNames:
     o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    xielu: str | None = None
     routers: tuple[str, ...] = ("mlp.gate",)
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     correction_is_row: bool = False
@@ -131,6 +133,7 @@ class Description:
     layer_inputs: what each layer gets beside the residual stream; None: nothing
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
+    embedded_ids: how many ids have an embedding, if further ones than those that have a logit; None: vocab_size
     norm: what the norms are
     post_norm: the norms stand behind the sums, which go on normalised: attention_norm is that of the sum with
         attention's result, mlp_norm that of the sum with the MLP's
@@ -185,6 +188,7 @@ class Description:
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
     names: ModuleNames = ModuleNames()
+    embedded_ids: int | None = None
     norm: NormKind = RMS_NORM
     post_norm: bool = False
     is_parallel: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint
+from nanoinfer.layers.xielu import XIELU
 from nanoinfer.models.description import Description, MoEConfig
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -54,8 +56,7 @@ class UngatedMLP(nn.Module):
         unit = _unit_of(size, model, tp)
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
-        assert not isinstance(model.activation, ClampedSwiGLU)
-        self.activation = model.activation
+        self.activate = _make_activation(model, prefix)
         how = tp, model.mlp_bias, model.formats, unit
         self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
 
@@ -64,7 +65,15 @@ class UngatedMLP(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         up, residual = self.up_proj(x, residual, joint, adapters=adapters)
-        return self.down_proj(activate(up, self.activation), adapters=adapters), residual
+        return self.down_proj(self.activate(up), adapters=adapters), residual
+
+
+def _make_activation(model: Description, prefix: str) -> Callable[[Tensor], Tensor]:
+    """Return that of an MLP without gates. prefix: the layer's, with a dot"""
+    if model.names.xielu is not None:
+        return XIELU(prefix + model.names.xielu)
+    assert not isinstance(model.activation, ClampedSwiGLU)
+    return partial(activate, activation=model.activation)
 
 
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:

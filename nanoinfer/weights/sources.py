@@ -33,7 +33,8 @@ TOWER = (
     "embed_vision.",
     "vision_embedder.",
 )  # those of its tower
-OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.")  # begin those of all its other tensors
+# These begin those of all its other tensors.
+OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.", "vision_tokenizer.", "audio_tokenizer.")
 SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 

@@ -249,4 +249,10 @@ DENSE = {
         },
     ),
     "glm4": Case("Glm4ForCausalLM", "glm4"),
+    "apertus biases, another activation": Case(
+        "ApertusForCausalLM", "apertus", {"attention_bias": True, "hidden_act": "gelu", "rope_parameters": YARN}
+    ),
+    "apertus": Case("ApertusForCausalLM", "apertus"),
+    "apertus1.5 with a logit for each token": Case("Apertus1p5TextForCausalLM", "apertus1p5_text"),
+    "apertus1.5": Case("Apertus1p5TextForCausalLM", "apertus1p5_text", {"vocab_size": 200, "output_vocab_size": 160}),
 }

@@ -38,7 +38,7 @@ from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, activate
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, activate, xielu
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
@@ -511,6 +511,7 @@ def of_the_rest() -> Iterator[Launch]:
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
     yield Launch("LayerNorms of 4096", partial(normalise, 4096, BF16, centred=True))
     yield Launch("activations", lambda: [activate(empty(300, 8192, dtype=BF16), name) for name in get_args(Function)])
+    yield Launch("xIELU", lambda: xielu(empty(300, 8192, dtype=BF16), empty(4, dtype=FP32)))
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))
     yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))

@@ -20,6 +20,16 @@ QWEN3_VISION = {
 }
 QWEN3_5_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 
+APERTUS_VISION = {"codebook_size": 10, "embed_dim": 4, "latent_channels": 4, "base_channels": 32}
+APERTUS_SOUND = {
+    "model_type": "wavtokenizer_encoder",
+    "num_filters": 2,
+    "num_lstm_layers": 1,
+    "hidden_size": 8,
+    "codebook_size": 10,
+    "codebook_dim": 8,
+}
+
 MULTIMODAL = {
     "gemma3 multimodal": Case(
         "Gemma3ForConditionalGeneration",
@@ -121,5 +131,12 @@ MULTIMODAL = {
     "qwen3.5 multimodal": Case("Qwen3_5ForConditionalGeneration", "qwen3_5", DELTA, QWEN3_5_VISION, keeps_states=True),
     "qwen3.5moe multimodal": Case(
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", DELTA_MOE, QWEN3_5_VISION, keeps_states=True
+    ),
+    "apertus1.5 multimodal": Case(
+        "Apertus1p5ForConditionalGeneration",
+        "apertus1p5",
+        {"vocab_size": 200, "output_vocab_size": 160, "pad_token_id": 3},
+        APERTUS_VISION,
+        outer={"audio_config": APERTUS_SOUND, "image_token_offset": 165, "audio_token_offset": 175},
     ),
 }

@@ -61,6 +61,31 @@ def activate_triton(x: Tensor, activation: Function) -> Tensor:
     return out
 
 
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """Compute xIELU (Huang and Schlag, 2024) of [tokens, size], in float32.
+
+    numbers: [4] float32: a, b, beta and eps, of which eps is at most 0
+    That is softplus(a) * x^2 + beta * x where x is above 0; elsewhere, with m = min(x, eps),
+    (beta + softplus(b)) * (exp(m) - 1 - x) + beta * x.
+    """
+    return xielu_triton(x, numbers) if x.is_cuda else xielu_reference(x, numbers)
+
+
+def xielu_reference(x: Tensor, numbers: Tensor) -> Tensor:
+    """xielu in torch."""
+    a, b, beta, eps = numbers
+    wide = x.float()
+    below = (beta + F.softplus(b)) * (wide.minimum(eps).expm1() - wide)
+    return (torch.where(wide > 0, F.softplus(a) * wide.square(), below) + beta * wide).to(x.dtype)
+
+
+def xielu_triton(x: Tensor, numbers: Tensor) -> Tensor:
+    """xielu as one launch."""
+    out = torch.empty_like(x)
+    _launch(x, out, "xielu", is_gated=False, numbers=numbers)
+    return out
+
+
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute act(gate) * up: [tokens, 2 * size], gate before up, to [tokens, size].
 
@@ -93,15 +118,23 @@ def fp8_gate_mul_triton(gate_up: Tensor, activation: Activation) -> Fp8Tokens:
     return out
 
 
-def _launch(x: Tensor, out: Tensor | Fp8Tokens, activation: Activation, is_gated: bool = True) -> None:
+def _launch(
+    x: Tensor,
+    out: Tensor | Fp8Tokens,
+    activation: Activation | Literal["xielu"],
+    is_gated: bool = True,
+    numbers: Tensor | None = None,
+) -> None:
+    """numbers: xIELU's"""
     assert x.is_contiguous()
     tokens, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
-    numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
+    written, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
     _activation_kernel[(tokens, cdiv(size, BLOCK))](
         x,
-        numbers,
+        written,
         scales,
-        len(numbers),
+        numbers,
+        len(written),
         size,
         ACTIVATION=activation,
         GATED=is_gated,
@@ -117,6 +150,7 @@ def _activation_kernel(
     x_ptr,
     out_ptr,
     scales_ptr,
+    numbers_ptr,
     room,
     size,
     ACTIVATION: tl.constexpr,
@@ -134,6 +168,9 @@ def _activation_kernel(
         gate = tl.load(x_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
         up = tl.load(x_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
         out = gate_mul_block(gate, up, ACTIVATION)
+    elif ACTIVATION == "xielu":
+        x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
+        out = _xielu_block(x.to(tl.float32), numbers_ptr).to(x.dtype)
     else:
         x = tl.load(x_ptr + token * size + offsets, mask=mask, other=0.0)
         out = activate_block(x.to(tl.float32), ACTIVATION).to(x.dtype)
@@ -143,6 +180,22 @@ def _activation_kernel(
         block = tl.program_id(1) * (BLOCK // FP8_BLOCK) + tl.arange(0, BLOCK // FP8_BLOCK)
         tl.store(scales_ptr + block * room + token, scales, mask=block < size // FP8_BLOCK)
     tl.store(out_ptr + token * size + offsets, out, mask=mask)
+
+
+@triton.jit
+def _xielu_block(x, numbers_ptr):
+    a, b = _softplus(tl.load(numbers_ptr)), _softplus(tl.load(numbers_ptr + 1))
+    beta, eps = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
+    m = tl.minimum(x, eps, propagate_nan=tl.PropagateNan.ALL)
+    # exp(m) - 1 - m: near 0, the difference would have few digits, and four terms of its series have all.
+    series = m * m * (0.5 + m * (0.16666666666666666 + m * (0.041666666666666664 + m * 0.008333333333333333)))
+    bend = tl.where(m > -0.125, series, tl.exp(m) - 1.0 - m)
+    return tl.where(x > 0.0, a * x * x, (beta + b) * (bend + (m - x))) + beta * x
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit

@@ -8,14 +8,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import mistral, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import apertus, mistral, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.reading import refuse_windows
 from nanoinfer.models.rope import in_sections
+from nanoinfer.models.settings import refuse
 from nanoinfer.weights.formats.table import read_formats
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+def describe_apertus1p5(config: PretrainedConfig) -> Description:
+    """Describe an Apertus 1.5, whose images and sounds are tokens: nanoinfer does not make these."""
+    model = _describe_text(config, apertus.describe_1p5)
+    if model.embedded_ids is not None:
+        refuse(config, tie_word_embeddings=False)
+    return model
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
