@@ -474,6 +474,8 @@ def test_the_different_layers_run_alone(
         ("apertus1.5", {"output_vocab_size": 201}, "output_vocab_size=201 .*must be at most vocab_size=200"),
         ("apertus1.5", {"tie_word_embeddings": True}, "tie_word_embeddings=True .*not supported"),
         ("apertus1.5 multimodal", {"tie_word_embeddings": True}, "tie_word_embeddings=True .*not supported"),
+        ("modernbert", {"classifier_activation": "tanh"}, "classifier_activation='tanh' .*not supported; supported"),
+        ("modernbert", {"sliding_window": -1}, "sliding_window=-1 .*must be a number above 0"),
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 .*must be an integer of at least 1"),
     ],
 )  # fmt: skip

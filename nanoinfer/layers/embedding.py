@@ -66,7 +66,7 @@ class VocabParallelEmbedding(Head):
         """name: the tensor's name without ".weight"; other_name: a second name that a checkpoint may store it under
 
         dtype: the matrix's; None: torch's default
-        bias: the output projection has one
+        bias: the matrix is an output projection, too, with a bias of the other name, if it has one
         """
         super().__init__()
         self.name, self.other_name = name, other_name
@@ -108,7 +108,7 @@ class VocabParallelEmbedding(Head):
         shape = self.vocab_size, self.weight.shape[1]
         yield Shard(f"{self.name}.weight", self.weight, shape, self.first_id)
         if self.bias is not None:
-            yield Shard(f"{self.name}.bias", self.bias, shape[:1], self.first_id, random="zeros")
+            yield Shard(f"{self.other_name or self.name}.bias", self.bias, shape[:1], self.first_id, random="zeros")
         if self.other_name is not None:
             yield Shard(
                 f"{self.other_name}.weight", self.weight, shape, self.first_id, replaces=(f"{self.name}.weight",)

@@ -73,6 +73,7 @@ FAMILIES = {
     "MistralForCausalLM": "mistral.describe_mistral",
     "MixtralForCausalLM": "mistral.describe_mixtral",
     "MptForCausalLM": "classics.mpt.describe",
+    "ModernBertDecoderForCausalLM": "classics.modernbert.describe",
     "NanoChatForCausalLM": "llama.describe_nanochat",
     "NemotronForCausalLM": "classics.nemotron.describe_nemotron",
     "Olmo2ForCausalLM": "olmo.describe_olmo2",

@@ -115,7 +115,8 @@ class Decoder(CausalLM):
         self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
         shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
-        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, HEAD if model.tied else None)
+        other_name, bias = HEAD if model.tied else None, model.tied and model.head_bias
+        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, other_name, bias=bias)
         self.embedding_projection = _make_embedding_projection(model)
         # transformers rounds the scale to the embeddings' dtype
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
@@ -155,7 +156,7 @@ class Decoder(CausalLM):
         if not model.tied:
             return VocabParallelEmbedding(HEAD, *sizes, dtype=dtype, bias=model.head_bias)
         if dtype != self.embedding.weight.dtype:
-            return VocabParallelEmbedding(EMBEDDING, *sizes, HEAD, dtype)
+            return VocabParallelEmbedding(EMBEDDING, *sizes, HEAD, dtype, model.head_bias)
         return self.embedding
 
     @property
@@ -255,6 +256,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     is_beside = model.experts is not None and model.experts.beside is not None
     post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
     for layer in range(model.num_layers):
+        names = model.layer_names[layer] if model.layer_names else model.names
         yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
         if model.is_parallel:

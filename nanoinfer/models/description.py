@@ -134,6 +134,7 @@ class Description:
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     embedded_ids: how many ids have an embedding, if further ones than those that have a logit; None: vocab_size
+    layer_names: for each layer, its names, where layers differ in their norms; empty: all have `names`
     norm: what the norms are
     post_norm: the norms stand behind the sums, which go on normalised: attention_norm is that of the sum with
         attention's result, mlp_norm that of the sum with the MLP's
@@ -188,6 +189,7 @@ class Description:
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
     names: ModuleNames = ModuleNames()
+    layer_names: tuple[ModuleNames, ...] = ()
     embedded_ids: int | None = None
     norm: NormKind = RMS_NORM
     post_norm: bool = False

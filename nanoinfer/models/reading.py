@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.kernels.linear.activation import Function
 from nanoinfer.models.description import Description, MixerSizes
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.rope import read_max_position, read_rope
@@ -14,10 +15,16 @@ from nanoinfer.weights.formats.table import read_formats
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ACTIVATION_NAMES = {
-    **{name: name for name in ("silu", "gelu", "quick_gelu", "relu", "relu2")},
+ACTIVATION_NAMES: dict[str, Function] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
     "swish": "silu",
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }  # a config's name: ours
 
 
@@ -33,12 +40,6 @@ def describe_common(
     Raises ValueError, naming the setting, for a setting that no family here implements.
     """
     refuse(config, is_causal=True)
-    activation = "silu" if activation_field is None else getattr(config, activation_field)
-    if activation not in ACTIVATION_NAMES:
-        raise ValueError(
-            f"model: {activation_field}={activation!r} in its config is not supported; supported:"
-            f" {', '.join(ACTIVATION_NAMES)}"
-        )
     head_dim = own["kv_heads"][0].dim if "kv_heads" in own else head_dim_of(config)
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -48,7 +49,7 @@ def describe_common(
         "num_heads": config.num_attention_heads,
         "norm_eps": own.get("norm_eps") or getattr(config, eps_field),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
-        "activation": ACTIVATION_NAMES[activation],
+        "activation": "silu" if activation_field is None else read_activation(config, activation_field),
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
         "mixers": (None,) * config.num_hidden_layers,
@@ -61,6 +62,16 @@ def describe_common(
     if "ropes" not in own:
         fields["ropes"] = (read_rope(config, head_dim),) * config.num_hidden_layers
     return Description(**{**fields, **own})
+
+
+def read_activation(config: PretrainedConfig, name: str) -> Function:
+    """Return the function that a setting names; raises ValueError if there is none of that name here."""
+    activation = getattr(config, name)
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(
+            f"model: {name}={activation!r} in its config is not supported; supported: {', '.join(ACTIVATION_NAMES)}"
+        )
+    return ACTIVATION_NAMES[activation]
 
 
 def heads_of_their_own(config: PretrainedConfig) -> tuple[KVHeads, ...]:

@@ -10,6 +10,9 @@ ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "de
 KINDS = ["sliding_attention", "full_attention"] * 2
 
 
+MODERNBERT = {"local_attention": 48, "bos_token_id": 0, "pad_token_id": 0}
+
+
 def wide(**settings: Any) -> dict[str, Any]:
     """Return settings with hidden sizes that four heads of 16 numbers fill, as these classes need them."""
     return {"hidden_size": 64, **settings}
@@ -60,6 +63,24 @@ CLASSICS = {
         "Cohere2ForCausalLM", "cohere2", {"attention_bias": True, "sliding_window": 24, "layer_types": KINDS}
     ),
     "cohere2": Case("Cohere2ForCausalLM", "cohere2", {"sliding_window": 24}),
+    "modernbert an own head, biases, other activations": Case(
+        "ModernBertDecoderForCausalLM",
+        "modernbert-decoder",
+        wide(
+            **MODERNBERT,
+            tie_word_embeddings=False,
+            norm_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            classifier_bias=True,
+            hidden_activation="silu",
+            classifier_activation="relu",
+        ),
+    ),
+    "modernbert without biases": Case(
+        "ModernBertDecoderForCausalLM", "modernbert-decoder", wide(**MODERNBERT, decoder_bias=False)
+    ),
+    "modernbert": Case("ModernBertDecoderForCausalLM", "modernbert-decoder", wide(**MODERNBERT)),
     "stablelm side by side, head norms": Case(
         "StableLmForCausalLM", "stablelm", wide(use_parallel_residual=True, qk_layernorm=True, rope_parameters=ROTATED)
     ),
