@@ -59,6 +59,7 @@ FAMILIES = {
     "GraniteSWAForCausalLM": "granite.describe_swa",
     "HeliumForCausalLM": "llama.describe_helium",
     "HunYuanDenseV1ForCausalLM": "llama.describe_hunyuan",
+    "HunYuanMoEV1ForCausalLM": "mixtures.hunyuan_moe.describe",
     "HyperCLOVAXForCausalLM": "granite.describe_hyperclovax",
     "HYV3ForCausalLM": "mixtures.hy_v3.describe",
     "Jais2ForCausalLM": "classics.nemotron.describe_jais2",

@@ -45,6 +45,18 @@ SPARSE = {
         "granitemoe_swa",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "logits_scaling": 2.5},
     ),
+    "hunyuanmoe alpha, biases, a count a layer": Case(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        {
+            "num_experts": 6,
+            "moe_topk": [2] * 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "hunyuanmoe": Case("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 3}),
     "flint": Case(
         "FlintForCausalLM",
         "flint",
