@@ -37,6 +37,7 @@ ROUTINGS = [
     (128, Routing(8, "softmax", normalised=True, logit_scale=0.3)),
     (64, Routing(6, "sigmoid", normalised=True, groups=8, used_groups=3)),
     (60, Routing(7, "sigmoid", groups=3, used_groups=1, scale=0.5)),
+    (60, Routing(6, "sigmoid", corrects_logits=True)),
     *whole_only([(256, Routing(8, "sigmoid", groups=8, used_groups=4)), (20, Routing(2, groups=10, used_groups=2))]),
 ]
 
@@ -156,7 +157,11 @@ def test_transformers_routes_alike(name: str) -> None:
             scores = logits.softmax(dim=1) if routing.scoring == "softmax" else logits.sigmoid()
             ours, expected = routed(logits, routing, correction), theirs.route(logits, correction)
             chosen = [
-                (scores + correction).gather(1, routes.experts.long()).sort().values for routes in (ours, expected)
+                ((logits if routing.corrects_logits else scores) + correction)
+                .gather(1, routes.experts.long())
+                .sort()
+                .values
+                for routes in (ours, expected)
             ]
             assert torch.equal(*chosen)
 
@@ -206,7 +211,7 @@ def test_a_float32_product_of_one_row_is_not_rounded() -> None:
     assert torch.allclose(several.double(), wide_logits(normed, weight), rtol=1e-5, atol=1e-4)
 
 
-WITH_OTHER_NAMES = ["minimax-m2", "hy3 biases, some layers", "exaonemoe", "ernie4.5moe"]
+WITH_OTHER_NAMES = ["minimax-m2", "hy3 biases, some layers", "exaonemoe", "ernie4.5moe", "kolibri"]
 OPTIONS = {"kvcache_block_size": 16, "max_model_len": 320}
 
 

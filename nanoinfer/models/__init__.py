@@ -63,6 +63,7 @@ FAMILIES = {
     "HyperCLOVAXForCausalLM": "granite.describe_hyperclovax",
     "HYV3ForCausalLM": "mixtures.hy_v3.describe",
     "Jais2ForCausalLM": "classics.nemotron.describe_jais2",
+    "Kolibri1ForCausalLM": "exaone4.describe_kolibri",
     "Lfm2ForCausalLM": "lfm2.describe",
     "Lfm2MoeForCausalLM": "lfm2.describe_moe",
     "LlamaForCausalLM": "llama.describe_llama",

@@ -75,14 +75,18 @@ class Spelling:
     beginnings: of names in a checkpoint, and how they begin in the table; the first that fits counts
     turned: the ends of the names of matrices that are stored as [in, out]
     unread: the ends of the names of tensors that nobody reads
+    parts: of names in some checkpoints, and how others and the table write them
     """
 
     beginnings: tuple[tuple[str, str], ...] = ()
     turned: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
     def known_name(self, name: str) -> str | None:
         """Return the name in the table; None if nobody reads the tensor."""
+        for part, known in self.parts:
+            name = name.replace(part, known)
         begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[0])), ("", ""))
         return None if name.endswith(self.unread) else ours + name[len(begin) :]
 

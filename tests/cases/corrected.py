@@ -10,6 +10,7 @@ GLM = {**FEW, "n_routed_experts": 6}
 HY = {**FEW, "num_experts": 6, "num_shared_experts": 1}
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}
 MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3}
+KOLIBRI = {**FEW, "num_experts": 6, "shared_expert_intermediate_size": 40}
 ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
 LFM2 = {
     **FEW,
@@ -142,5 +143,18 @@ CORRECTED = {
             "topk_group": 1,
             "rope_parameters": YARN,
         },
+    ),
+    "kolibri windows in all layers, weights that add up": Case(
+        "Kolibri1ForCausalLM",
+        "kolibri1",
+        {
+            **KOLIBRI,
+            "sliding_window": 17,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "kolibri": Case(
+        "Kolibri1ForCausalLM", "kolibri1", {**KOLIBRI, **WINDOWS, "rope_parameters": YARN}
     ),
 }  # fmt: skip

@@ -26,6 +26,7 @@ class Routing:
     normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
     epsilon: is added to that sum; least_sum: the sum counts as so much if it is less
     scale: factor of the weights; logit_scale: of the logits
+    corrects_logits: a correction is added to the logits, and the experts with the largest sums are chosen
     groups: the experts form so many groups of neighbours, all of one size, at least two
     used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
         (DeepSeek-V3 Technical Report, 2024)
@@ -38,6 +39,7 @@ class Routing:
     least_sum: float = 0.0
     scale: float = 1.0
     logit_scale: float = 1.0
+    corrects_logits: bool = False
     groups: int = 1
     used_groups: int = 1
 
@@ -58,8 +60,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None, fa
 
     If a token's logits are NaN, its weights are NaN, and its experts are any.
     logits: [tokens, experts], or [pieces, tokens, experts] float32 that add up to it
-    correction: [experts] float32, finite, added to the scores for the choice alone: weights come from the scores
-        (Wang et al., 2024); None: nothing is added
+    correction: [experts] float32, finite, added to the scores, or logits, for the choice alone: weights come from the
+        scores (Wang et al., 2024); None: nothing is added
     factors: [experts], a factor of each expert's weights, as in Gemma 4; None: the model has none
     """
     return (route_triton if logits.is_cuda else route_reference)(logits, routing, correction, factors)
@@ -71,7 +73,7 @@ def route_reference(
     """route in torch."""
     wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float() * routing.logit_scale
     scores = wide.softmax(dim=-1) if routing.scoring == "softmax" else wide.sigmoid()
-    corrected = scores if correction is None else scores + correction
+    corrected = scores if correction is None else (wide if routing.corrects_logits else scores) + correction
     if routing.groups > 1:
         corrected = corrected.masked_fill(~_in_used_groups(corrected, routing), float("-inf"))
     experts = corrected.sort(dim=-1, descending=True, stable=True).indices[:, : routing.used]
@@ -115,6 +117,7 @@ def route_triton(
         LEAST_SUM=routing.least_sum,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,
+        CORRECTS_LOGITS=routing.corrects_logits,
         GROUPS=groups,
         GROUP_SIZE=count // groups,
         USED_GROUPS=routing.used_groups,
@@ -145,6 +148,7 @@ def _route_kernel(
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
+    CORRECTS_LOGITS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     USED_GROUPS: tl.constexpr,
@@ -180,7 +184,8 @@ def _route_kernel(
     bits = scores.to(tl.int32, bitcast=True)
     keys = bits
     if CORRECTED:
-        keys = _ordered(scores + correction)
+        corrected = tl.where(wide == wide, wide, 0.0) if CORRECTS_LOGITS else scores
+        keys = _ordered(corrected + correction)
     keys = tl.where(exists, keys, HIDDEN)
     if GROUPS > 1:
         keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BLOCK, BLOCK_GROUPS, HIDDEN)
