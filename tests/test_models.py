@@ -33,6 +33,7 @@ LENGTHS = [1, 15, 17, 40, 300]  # of those that run in one batch
 MAX_TOKENS = 4
 TWICE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 2.0}
 GEMMA4_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+MSCALES = {**LONGROPE, "original_max_position_embeddings": 320, "long_mscale": 1.3}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -268,6 +269,14 @@ def test_windows_that_qwen3_vl_does_not_have(name: str) -> None:
         describe(AutoConfig.for_model(case.model_type, text_config=text, architectures=[case.architecture]))
 
 
+def test_a_sequence_of_phi_3_5_moe_ends_where_the_rotation_would_be_stretched(
+    family: Callable[[str], tuple[str, PreTrainedModel]],
+) -> None:
+    folder = family("phimoe longrope")[0]
+    with pytest.raises(ValueError, match=r"max_model_len=321.* 320"):
+        Config(folder, max_model_len=321)
+
+
 def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
     family: Callable[[str], tuple[str, PreTrainedModel]],
     make_llm: Callable[..., LLM],
@@ -430,6 +439,12 @@ def test_the_different_layers_run_alone(
         ("hunyuanmoe", {"moe_topk": 7}, "moe_topk=7 .*must be at most the number of experts, 6"),
         ("hunyuanmoe", {"num_experts": 0}, "num_experts=0 .*must be an integer of at least 1"),
         ("hunyuanmoe", {"rope_parameters": YARN}, "rope_type='yarn' .*not supported"),
+        ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 .*not supported"),
+        ("phimoe", {"num_local_experts": 1}, "num_experts_per_tok=2 .*must be at most the number of experts, 1"),
+        ("phimoe", {"router_jitter_noise": 0.0}, "router_jitter_noise=0.0 .*must be a number above 0"),
+        ("phimoe", {"lm_head_bias": True}, "lm_head_bias=True .*not supported"),
+        ("phimoe", {"rope_parameters": YARN}, "rope_type='yarn' .*not supported"),
+        ("phimoe longrope", {"rope_parameters": {**MSCALES, "short_mscale": 0}}, "short_mscale=0 .*above 0"),
         ("flint", {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\] .*must be layers from 0 to 3"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types .*some layer must be 'full_attention'"),
         ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types .*has 1 entries: .*num_hidden_layers=4"),

@@ -17,6 +17,7 @@ from test_loader import rank
 from test_models import run
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from nanoinfer import LLM
 from nanoinfer.kernels.experts.route import Routes, Routing, route_reference, route_triton
@@ -84,6 +85,26 @@ class TestRoute:
         logits = randn(9, count)
         plain, corrected = (route_triton(logits, routing, some) for some in (None, torch.full_like(logits[0], -3)))
         assert_close(corrected.weights, plain.weights)
+
+
+@pytest.mark.parametrize("count", [2, 16, *whole_only([60])])
+@pytest.mark.parametrize("sign", [1, -1, 0])
+def test_sparsemixer(count: int, sign: int) -> None:
+    """Of all positive, all negative, and mixed logits, many are near each other. Among equal ones the first win."""
+    logits = randn(50, count) / 20 + sign
+    logits[:20] = logits[:20].round(decimals=2) + 0.0
+    expected = sparsemixer(logits, 0.01, training=False)
+    routing = Routing(2, "sparsemixer", nearness=0.02)
+    for function in (route_triton, route_reference):
+        assert_alike(function(logits, routing), Routes(expected[1].int(), expected[0]))
+    scaled = replace(routing, normalised=True, scale=1.5)
+    assert_alike(route_triton(logits, scaled), route_reference(logits, scaled))
+    logits[1, count // 2] = float("nan")
+    for function in (route_triton, route_reference):
+        routes = function(logits, routing)
+        assert len(set(routes.experts[1].tolist())) == 2
+        assert routes.weights[1].isnan().all()
+        assert not routes.weights[2:].isnan().any()
 
 
 class TheirRouter:

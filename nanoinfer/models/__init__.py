@@ -86,6 +86,7 @@ FAMILIES = {
     "PersimmonForCausalLM": "classics.persimmon.describe",
     "Phi3ForCausalLM": "phi3.describe",
     "PhiForCausalLM": "classics.phi.describe",
+    "PhimoeForCausalLM": "mixtures.phimoe.describe",
     "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_vl",
     "Qwen2ForCausalLM": "qwen2.describe",
     "Qwen2MoeForCausalLM": "qwen2.describe_moe",

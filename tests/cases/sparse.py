@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases.case import YARN, Case
+from cases.case import LONGROPE, YARN, Case
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
@@ -57,6 +57,31 @@ SPARSE = {
         },
     ),
     "hunyuanmoe": Case("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 3}),
+    "phimoe biases, window": Case(
+        "PhimoeForCausalLM",
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
+    "phimoe longrope": Case(
+        "PhimoeForCausalLM",
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "rope_parameters": {
+                **LONGROPE,
+                "original_max_position_embeddings": 320,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+            },
+        },
+    ),
+    "phimoe": Case("PhimoeForCausalLM", "phimoe", {"num_local_experts": 6, "tie_word_embeddings": True}),
     "flint": Case(
         "FlintForCausalLM",
         "flint",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
-RouterScoring = Literal["softmax", "sigmoid"]
+RouterScoring = Literal["softmax", "sigmoid", "sparsemixer"]
 
 LOWEST = tl.constexpr(-(2**31))
 
@@ -22,11 +22,15 @@ class Routing:
     """How logits choose the experts of a token, and weigh them.
 
     used: experts that a token uses: those of its largest scores
-    scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
+    scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each. In
+        "sparsemixer" one expert is chosen after the other, by the largest logit. Its score is that of softmax over
+        those not yet chosen that are near it (SparseMixer-v2, Liu et al., 2024). It takes no corrections, nor groups
     normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
     epsilon: is added to that sum; least_sum: the sum counts as so much if it is less
     scale: factor of the weights; logit_scale: of the logits
     corrects_logits: a correction is added to the logits, and the experts with the largest sums are chosen
+    nearness: of sparsemixer: from the largest logit, such a logit x is at most so many times as far as the larger of
+        |x| and the largest
     groups: the experts form so many groups of neighbours, all of one size, at least two
     used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
         (DeepSeek-V3 Technical Report, 2024)
@@ -40,6 +44,7 @@ class Routing:
     scale: float = 1.0
     logit_scale: float = 1.0
     corrects_logits: bool = False
+    nearness: float = 0.0
     groups: int = 1
     used_groups: int = 1
 
@@ -72,16 +77,36 @@ def route_reference(
 ) -> Routes:
     """route in torch."""
     wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float() * routing.logit_scale
+    experts, weights = (_mix_sparsely if routing.scoring == "sparsemixer" else _choose)(wide, routing, correction)
+    if routing.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
+    weights = weights * routing.scale
+    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
+
+
+def _choose(wide: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return experts and their scores, both [tokens, used]. wide: [tokens, experts] float32"""
     scores = wide.softmax(dim=-1) if routing.scoring == "softmax" else wide.sigmoid()
     corrected = scores if correction is None else (wide if routing.corrects_logits else scores) + correction
     if routing.groups > 1:
         corrected = corrected.masked_fill(~_in_used_groups(corrected, routing), float("-inf"))
     experts = corrected.sort(dim=-1, descending=True, stable=True).indices[:, : routing.used]
-    weights = scores.gather(1, experts)
-    if routing.normalised:
-        weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
-    weights = weights * routing.scale
-    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
+    return experts, scores.gather(1, experts)
+
+
+def _mix_sparsely(wide: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the same by sparsemixer."""
+    assert correction is None
+    left, experts, weights = wide, [], []
+    for _ in range(routing.used):
+        index = left.argmax(dim=-1, keepdim=True)
+        largest = left.gather(1, index)
+        is_far = (largest - wide) / wide.abs().maximum(largest) > routing.nearness
+        experts.append(index)
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, index))
+        left = left.scatter(1, index, float("-inf"))
+    are_numbers = ~wide.isnan().any(dim=-1, keepdim=True)
+    return torch.cat(experts, dim=1), torch.cat(weights, dim=1).where(are_numbers, float("nan"))
 
 
 def _in_used_groups(corrected: Tensor, routing: Routing) -> Tensor:
@@ -111,13 +136,14 @@ def route_triton(
         tokens * count,
         PIECES=len(logits) if logits.dim() == 3 else 1,
         USED=used,
-        SOFTMAX=routing.scoring == "softmax",
+        SCORING=routing.scoring,
         NORMALISED=routing.normalised,
         EPSILON=routing.epsilon,
         LEAST_SUM=routing.least_sum,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,
         CORRECTS_LOGITS=routing.corrects_logits,
+        NEARNESS=routing.nearness,
         GROUPS=groups,
         GROUP_SIZE=count // groups,
         USED_GROUPS=routing.used_groups,
@@ -142,13 +168,14 @@ def _route_kernel(
     piece_stride,
     PIECES: tl.constexpr,
     USED: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORING: tl.constexpr,
     NORMALISED: tl.constexpr,
     EPSILON: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
     CORRECTS_LOGITS: tl.constexpr,
+    NEARNESS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     USED_GROUPS: tl.constexpr,
@@ -158,7 +185,8 @@ def _route_kernel(
     EARLY: tl.constexpr,
 ):
     CORRECTED: tl.constexpr = correction_ptr is not None
-    HIDDEN: tl.constexpr = LOWEST + 1 if CORRECTED else -1  # the key of what nobody may choose
+    SPARSE: tl.constexpr = SCORING == "sparsemixer"
+    HIDDEN: tl.constexpr = LOWEST + 1 if CORRECTED or SPARSE else -1  # the key of what nobody may choose
     TAKEN: tl.constexpr = HIDDEN - 1
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_USED)
     exists = expert < count
@@ -172,20 +200,25 @@ def _route_kernel(
         wide += tl.load(place + piece * piece_stride, mask=exists, other=0.0)
     if LOGIT_SCALE != 1:
         wide *= LOGIT_SCALE
-    if SOFTMAX:
+    if SPARSE:
+        scores = wide
+        total = tl.sum(tl.where(exists, wide, 0.0))
+    elif SCORING == "softmax":
         scores = tl.exp(wide - tl.max(wide))
         total = tl.sum(scores)
         scores /= total
     else:
         scores = tl.sigmoid(wide)
         total = tl.sum(scores)
-    # A warp reduces integers in one instruction. Scores are positive, so their bits are in their order.
+    # A warp reduces integers in one instruction. Most scores are positive, so their bits are in their order.
     scores = tl.where(scores == scores, scores, 0.0)  # NaN must not hide the experts' numbers
     bits = scores.to(tl.int32, bitcast=True)
     keys = bits
     if CORRECTED:
         corrected = tl.where(wide == wide, wide, 0.0) if CORRECTS_LOGITS else scores
         keys = _ordered(corrected + correction)
+    elif SPARSE:
+        keys = _ordered(scores)
     keys = tl.where(exists, keys, HIDDEN)
     if GROUPS > 1:
         keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BLOCK, BLOCK_GROUPS, HIDDEN)
@@ -197,6 +230,8 @@ def _route_kernel(
         experts = tl.where(rank == i, index, experts)
         if CORRECTED:
             top = tl.max(tl.where(expert == index, bits, 0))
+        if SPARSE:
+            top = _share_of_largest(scores, keys > HIDDEN, _float_of(top), NEARNESS).to(tl.int32, bitcast=True)
         best = tl.where(rank == i, top, best)
         keys = tl.where(expert == index, TAKEN, keys)
     weights = best.to(tl.float32, bitcast=True)
@@ -218,7 +253,7 @@ def _route_kernel(
 
 @triton.jit
 def _ordered(x):
-    """Return integers in the order of the floats, which are not NaN, nor -0: among negative ones bits count down."""
+    """Return integers in the order of the floats, which are not NaN: among negative ones bits count down; -0 is one."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -227,6 +262,13 @@ def _ordered(x):
 def _float_of(key):
     """Return the float of which _ordered makes the key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _share_of_largest(logits, is_left, largest, NEARNESS: tl.constexpr):
+    """Return what softmax over the logits that are left, and near the largest of these, gives to this one."""
+    is_far = (largest - logits) / tl.maximum(tl.abs(logits), largest) > NEARNESS
+    return 1 / tl.sum(tl.where(is_left & ~is_far, tl.exp(logits - largest), 0.0))
 
 
 @triton.jit
