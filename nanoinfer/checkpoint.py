@@ -14,7 +14,7 @@ from nanoinfer.drafting.tokens import check_tokens
 from nanoinfer.generation_config import read_generation_config
 from nanoinfer.hub import GGUF, NO_GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
-from nanoinfer.models.classes import BARE, CLASSIFIERS, read_only
+from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.ranks import check_in_order, check_ranks
 from nanoinfer.pooling.files import makes_embeddings
@@ -80,12 +80,12 @@ class Checkpoint:
     def _count_labels(self, runner: str) -> int | None:
         """Return what Description has as labels. Raises ValueError if the model cannot generate, and is to."""
         (name, *_) = self.hf_config.architectures or [""]
-        if name not in BARE and name not in CLASSIFIERS:
+        if name not in READERS:
             only_reads = runner == POOLING or (runner != GENERATE and makes_embeddings(self.folder))
             return 0 if only_reads else None
         if runner == GENERATE:
             raise ValueError(f"runner={runner!r}: must be left out: {name} has no head that gives logits of tokens")
-        return self.hf_config.num_labels if name in CLASSIFIERS else 0
+        return self.hf_config.num_labels if name in ALL_CLASSIFIERS else 0
 
     def resolve_dtype(self, dtype: str | torch.dtype, device: str) -> str:
         """Return the name of the dtype that the option asks for; raises ValueError if there is none."""

@@ -396,6 +396,8 @@ class Config:
 
     def _check_max_model_len(self) -> None:
         limit, blocks = self.description.max_position, self.num_kvcache_blocks
+        if self.description.is_encoder:
+            limit = min(limit, self.max_num_batched_tokens)  # a step reads a text whole
         self.fits_length = cast("int | None", self.max_model_len) is None
         if self.fits_length:
             by_backend = LONGEST_BY_TORCH if (self.attention_backend, self.device) == ("torch", "cuda") else limit

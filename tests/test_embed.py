@@ -37,10 +37,23 @@ WAYS = {
     "mean": {"pooling": "mean"},
     "mean, as it is": {"pooling": "mean", "normalises": False},
     "last, a matrix": {"dense": {"out_features": 20}},
+    "first": {"pooling": "cls"},
+    "max": {"pooling": "max"},
+    "weighted": {"pooling": "weightedmean"},
     "mean, a matrix without bias or activation": {
         "pooling": "mean",
         "dense": {"out_features": 32, "bias": False, "activation_function": torch.nn.Identity()},
     },
+}
+
+POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "last": lambda states: states[-1],
+    "mean": lambda states: states.mean(0),
+    "first": lambda states: states[0],
+    "max": lambda states: states.amax(0),
+    "weighted": lambda states: (
+        (states * torch.arange(1, len(states) + 1)[:, None]).sum(0) / (len(states) * (len(states) + 1) / 2)
+    ),
 }
 
 
@@ -111,14 +124,14 @@ def test_embeddings_are_those_of_sentence_transformers(
     assert ours.dtype == np.float32
 
 
-@pytest.mark.parametrize(("way", "options"), of_each_kind(product(["last", "mean"], SPREAD), 0, 1, 2, 5), ids=str)
+@pytest.mark.parametrize(("way", "options"), of_each_kind(product(POOLINGS, SPREAD), 0, 1, 2, 5, 14, 19, 24), ids=str)
 def test_prompts_of_all_lengths_fresh_and_cached(
     options: dict, way: str, save: Callable[..., str], make_llm: Callable[..., LLM], model: PreTrainedModel
 ) -> None:
     llm = make_llm(save(**WAYS[way], **({"normalises": False})), **SMALL, **options)
     prompts = prompts_of_all_lengths()
     states = hidden_of(model, prompts)
-    expected = np.stack([(state[-1] if way == "last" else state.mean(0)).numpy() for state in states])
+    expected = np.stack([POOLINGS[way](state).numpy() for state in states])
     for _ in range(2):
         np.testing.assert_allclose(embed(llm, prompts), expected, atol=1e-4)
     assert llm.engine.scheduler.block_manager.share_used == 0
@@ -329,7 +342,7 @@ def test_tokens_that_see_later_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "named"),
     [
-        ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling_mode=weightedmean"),
+        ("1_Pooling/config.json", {"pooling_mode": "mean_sqrt_len"}, "pooling_mode=mean_sqrt_len"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt=false"),
         (
             "2_Dense/config.json",
@@ -349,20 +362,26 @@ def test_what_a_checkpoint_asks_for_and_is_not_there(
         make_llm(folder, device="cpu").embed(TEXTS)
 
 
-@pytest.mark.parametrize(("mode", "what"), [("lasttoken", "last"), ("mean_tokens", "mean"), ("cls_token", None)])
-def test_poolings_as_older_files_name_them(mode: str, what: str | None, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [
+        ("lasttoken", "last"),
+        ("mean_tokens", "mean"),
+        ("cls_token", "first"),
+        ("max_tokens", "max"),
+        ("weightedmean_tokens", "weighted"),
+    ],
+)
+def test_poolings_as_older_files_name_them(mode: str, what: str, folder: str, tmp_path: Path) -> None:
     """As those of Qwen3-Embedding do."""
     whole = shutil.copytree(folder, tmp_path / "old")
-    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    names = "cls_token", "mean_tokens", "max_tokens", "lasttoken", "weightedmean_tokens"
+    modes = {f"pooling_mode_{name}": name == mode for name in names}
     change_json(str(whole), "1_Pooling/config.json", pooling_mode=None, **modes)
     modules = (whole / "modules.json").read_text("utf-8")
     modules = re.sub(r"sentence_transformers\.[\w.]*\.(\w+)\"", r'sentence_transformers.models.\1"', modules)
     (whole / "modules.json").write_text(modules, "utf-8")
-    if what is None:
-        with pytest.raises(ValueError, match="pooling_mode=cls: must be one of lasttoken, mean"):
-            read_sentence_model(str(whole))
-    else:
-        assert read_sentence_model(str(whole)).what == what
+    assert read_sentence_model(str(whole)).what == what
 
 
 def test_modules_that_are_not_there(save: Callable[..., str], make_llm: Callable[..., LLM]) -> None:

@@ -91,7 +91,8 @@ class CacheLayout:
     A page holds the keys or the values of one layer, for all tokens of a block. A block is cut into slices of equal
     bytes, and a slice into whole pages. So the first slices of all blocks are side by side in memory, and so on.
 
-    groups: those that see all tokens come first; behind them those that only layers of a draft model have
+    groups: those that see all tokens come first; behind them those that only layers of a draft model have. An encoder
+        has none, and no block
     block_size: the option kvcache_block_size; if there is one group, its blocks have so many tokens
     prefix_size: prefixes are shared in multiples of so many tokens; each group's blocks divide it
     slice_numbers: numbers in a slice; slices: of a block
@@ -108,6 +109,8 @@ class CacheLayout:
     @cached_property
     def waste(self) -> float:
         """The share of a block that stays empty, in the group where it is the largest."""
+        if not self.groups:
+            return 0.0
         return 1 - min(2 * len(group.layers) * self._page_numbers(group) for group in self.groups) / self.block_numbers
 
     @cached_property
@@ -122,6 +125,8 @@ class CacheLayout:
 
     def check(self, num_kvcache_blocks: int | None, max_num_batched_tokens: int) -> None:
         """Raise ValueError if chunks or prefixes could not end at multiples of `grid`, or there are too many blocks."""
+        if not self.groups:
+            return
         if self.prefix_size % self.grid:
             raise ValueError(
                 f"kvcache_block_size={self.block_size}: must be a multiple of {self.grid}, as layers of this model"
@@ -156,6 +161,8 @@ class CacheLayout:
     @property
     def most_slots(self) -> int:
         """Tokens in a slice, if all its pages are of the group whose tokens have the fewest numbers."""
+        if not self.groups:
+            return 1
         return self.slice_numbers // min(group.pages.numbers for group in self.groups)
 
     def part(self, layers: range) -> CacheLayout:
@@ -188,6 +195,8 @@ class CacheLayout:
 
     def tokens_of(self, blocks: int, length: int) -> int:
         """Return how many tokens so many blocks hold, of sequences that have `length` tokens each, or little more."""
+        if not self.groups:
+            return 0
         rounded = -(-length // self.prefix_size) * self.prefix_size
         return blocks * rounded // self.blocks_of(rounded)
 
@@ -198,6 +207,8 @@ class CacheLayout:
 
     def asked_by(self, blocks: int) -> int:
         """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
+        if not self.groups:
+            return 0
         low = blocks * self.prefix_size // (self.block_size * sum(self.counts))
         return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
 
@@ -230,6 +241,8 @@ def lay_out(
     draft: of each layer of a draft model; their numbers come behind the model's
     """
     memory, draft = list(memory), list(draft)
+    if not any(memory):
+        return CacheLayout((), block_size, block_size, 0, 0)
     kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
     memory += draft
     layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}

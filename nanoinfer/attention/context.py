@@ -124,6 +124,7 @@ class Context:
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     images: ImageContext | None = None  # None: the step's tokens are no image's
     guesses: Guesses | None = None  # among the tokens of a decode step
+    types: Tensor | None = None  # [tokens] int32, 1 in the second text of a pair, for an encoder; None: 0 everywhere
     adapters: AdapterRows | None = None  # those that the tokens name; None: no token names one
     rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections

@@ -23,10 +23,11 @@ EAGER_BYTES = 2**28  # of the KV cache on a CPU: cached prefixes may take them, 
 def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     """Make the scheduler, with its BlockManager; if guesses are verified, the ranks time their steps for it."""
     memory = ranks.runner.memory
-    num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" else None
+    num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" and memory.blocks else None
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     speculation = None if config.speculation is None else _make_speculation(config, ranks)
-    return Scheduler(manager, memory.rows, config.max_num_batched_tokens, config.description.long_from, speculation)
+    model, most = config.description, config.max_num_batched_tokens
+    return Scheduler(manager, memory.rows, most, model.long_from, speculation, model.is_encoder)
 
 
 def _make_speculation(config: Config, ranks: Ranks) -> Speculation:

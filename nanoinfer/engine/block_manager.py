@@ -63,7 +63,7 @@ class BlockManager:
     @property
     def share_used(self) -> float:
         """The share of all blocks that some sequence holds, 0 to 1."""
-        return 1 - self.num_free / len(self.blocks)
+        return 1 - self.num_free / len(self.blocks) if self.blocks else 0.0
 
     @property
     def is_restoring(self) -> bool:
@@ -107,6 +107,8 @@ class BlockManager:
         position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
         assert not seq.block_tables
+        if not self.groups:
+            return 0
         cached = self.prefixes.find(seq)
         start, needed = cached.num_tokens, 0
         for group, table in zip(self.groups, cached.tables, strict=True):

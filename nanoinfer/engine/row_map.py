@@ -136,7 +136,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     if seq.images is not None:
         message.images = seq.images.chunk(chunk.start, chunk.end)
     if (read := seq.params.read) is not None and (chunk.is_last or read.needs_all):
-        message.read = read
+        message.read = read if read.what != "first" or chunk.start == 0 else None
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
         message.temperature = seq.temperature

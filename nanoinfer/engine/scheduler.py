@@ -45,16 +45,18 @@ class Scheduler:
         max_num_batched_tokens: int,
         long_from: int | None = None,
         speculation: Speculation | None = None,
+        in_one_step: bool = False,
     ) -> None:
         """long_from: a sequence of more tokens is computed as a long one; None: all are short.
 
         speculation: says how many guesses a step verifies; None: none does
+        in_one_step: a step computes a prompt whole, and has room for the longest
         """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.long_from = long_from
-        self.speculation = speculation
+        self.speculation, self.in_one_step = speculation, in_one_step
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
         self.followers = Followers(block_manager.layout)
@@ -120,6 +122,8 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         budget, num_promised = self.max_num_batched_tokens, 0  # rows for followers
         while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
+            if self.in_one_step and len(seq) > budget:
+                break
             if not seq.block_tables:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 if chunks and self.block_manager.should_wait(seq):

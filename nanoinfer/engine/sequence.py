@@ -202,7 +202,11 @@ class Sequence:
 
     def add_pooled(self, numbers: Vector) -> None:
         """Take what a chunk gives, which is added to what earlier ones gave."""
-        self.pooled = numbers.copy() if self.pooled is None else self.pooled + numbers
+        if self.pooled is None:
+            self.pooled = numbers.copy()
+        else:
+            is_max = self.params.read is not None and self.params.read.what == "max"
+            self.pooled = np.maximum(self.pooled, numbers) if is_max else self.pooled + numbers
 
     @property
     def first_logits(self) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.classes import BARE, CLASSIFIERS, generating
+from nanoinfer.models.classes import READERS, described_as
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -107,15 +107,24 @@ FAMILIES = {
     "Starcoder2ForCausalLM": "classics.starcoder2.describe",
     "VaultGemmaForCausalLM": "gemma.gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
+ENCODERS = {
+    "BertModel": "encoders.bert.describe_bert",
+    "DistilBertModel": "encoders.distilbert.describe",
+    "ElectraModel": "encoders.bert.describe_electra",
+    "ModernBertModel": "encoders.modernbert.describe",
+    "MPNetModel": "encoders.mpnet.describe",
+    "RobertaModel": "encoders.bert.describe_roberta",
+    "XLMRobertaModel": "encoders.bert.describe_roberta",
+}  # the same for encoders
 
 
 def check_architectures(names: list[str]) -> None:
     """Raise ValueError unless `names`, a config.json's architectures, is a list that begins with a supported class."""
     if not isinstance(names, list):
         raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
-    if not names or generating(names[0]) not in FAMILIES:
+    if not names or described_as(names[0]) not in FAMILIES | ENCODERS:
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
-        known = ", ".join((*FAMILIES, *BARE, *CLASSIFIERS))
+        known = ", ".join((*FAMILIES, *READERS))
         raise ValueError(f"model: {named} is not supported; supported: {known}; no remote code runs here")
 
 
@@ -124,7 +133,7 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())
-    file, function = FAMILIES[generating(names[0])].rsplit(".", 1)
+    file, function = (FAMILIES | ENCODERS)[described_as(names[0])].rsplit(".", 1)
     model: Description = getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
     model.check_formats("model: the {} of quantization_config in its config")
     return model

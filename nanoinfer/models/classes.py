@@ -1,4 +1,4 @@
-"""The classes that read texts and do not continue them: decoders without a head, and classifiers of texts."""
+"""The classes that read texts and do not continue them: decoders without a head, encoders, and classifiers of texts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,25 @@ CLASSIFIERS = {
 }
 """The same for classifiers, which score a text by its last token."""
 
+STEMS = ("Bert", "DistilBert", "Electra", "ModernBert", "MPNet", "Roberta", "XLMRoberta")
+ENCODERS = {f"{stem}{kind}": f"{stem}Model" for stem in STEMS for kind in ("Model", "ForMaskedLM")}
+"""Maps an encoder, with or without a head that guesses tokens, to the class that stands for both."""
 
-def generating(name: str) -> str:
-    """Return the class that has the decoder of `name`, and generates; it may be `name`."""
-    return BARE.get(name) or CLASSIFIERS.get(name, name)
+ENCODING_CLASSIFIERS = {f"{stem}ForSequenceClassification": f"{stem}Model" for stem in STEMS}
+"""The same for classifiers, which score a text by its first token."""
+
+ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
+READERS = BARE | ENCODERS | ALL_CLASSIFIERS
+
+
+def described_as(name: str) -> str:
+    """Return the class by whose description a class is built; it may be `name`."""
+    return READERS.get(name, name)
 
 
 def read_only(model: Description, labels: int) -> Description:
     """Return a model that reads texts. labels: how many scores a text gets; 0: it has hidden states alone"""
     skipped = *model.skipped, f"{HEAD}."
+    if model.text_head is not None and not labels:
+        skipped += model.text_head.modules
     return replace(model, tied=False, logit_scale=1.0, logit_cap=None, labels=labels, skipped=skipped)

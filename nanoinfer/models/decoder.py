@@ -28,9 +28,10 @@ from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerIn
 from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.layers.positions import PositionEmbedding
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
+from nanoinfer.layers.text_head import TextHead
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
-from nanoinfer.models.mixers import Mixer, make_mixer
+from nanoinfer.models.mixers import Mixer, make_biases, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_mlp
 from nanoinfer.models.parallel_layer import ParallelLayer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -125,15 +126,18 @@ class Decoder(CausalLM):
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
         self.layers = nn.ModuleList()
         self.positions = None if model.positions is None else PositionEmbedding(model.positions, model.hidden_size, tp)
+        types = model.token_types
+        self.token_types = None if types is None else PositionEmbedding(types, model.hidden_size, tp)
         self.embedding_norm = None
         if model.embedding_norm is not None:
             self.embedding_norm = NormLayer(model.embedding_norm, model.hidden_size, model.norm_eps, model.norm)
         joints = _joints(model, tp)
         scaling = model.query_scaling
         scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
+        biases = make_biases(model, max_model_len, tp)
         for layer, rope in enumerate(model.ropes):
             rotary = None if rope is None else rotaries[rope]
-            mixer = make_mixer(model, layer, rotary, scales, backend, tp)
+            mixer = make_mixer(model, layer, rotary, scales, backend, tp, biases)
             mlp = make_mlp(model, layer, tp)
             branch = _make_input_branch(model, layer, tp)
             if model.is_parallel:
@@ -149,6 +153,8 @@ class Decoder(CausalLM):
 
     def _make_head(self, model: Description, dtype: torch.dtype) -> Head:
         sizes = model.vocab_size, model.head_inputs, self.tp
+        if model.labels and model.text_head is not None:
+            return TextHead(model.text_head, model.hidden_size, model.labels, model.norm_eps)
         if model.labels is not None:
             return LabelHead(model.hidden_size, model.labels)
         if model.head_format != PLAIN:
@@ -180,6 +186,8 @@ class Decoder(CausalLM):
             x = self.embedding_projection.beside(context.adapters).product(x)
         if self.positions is not None:
             x = self.positions(x, context.positions)
+        if self.token_types is not None:
+            x = self.token_types(x, torch.zeros_like(token_ids) if context.types is None else context.types)
         if context.images is not None:
             self._put_images(x, context.images)
         if self.layer_inputs is not None:

@@ -17,6 +17,8 @@ from nanoinfer.layers.norm import RMS_NORM, NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
+from nanoinfer.layers.text_attention import DistanceBiases
+from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.heads import KVHeads, QueryScaling
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
@@ -143,6 +145,10 @@ class Description:
     embedding_size: numbers of an embedding, which embedding_projection turns into hidden_size; None: hidden_size
     embedding_projection: that matrix's name
     positions: vectors for positions, which are added to the embeddings; None: the model has none
+    token_types: vectors for the first and the second text of a pair, added, too; None: the model has none
+    is_encoder: a token sees those behind it, too, and nothing is remembered: texts are read, each in one step
+    distance_biases: an encoder's biases of scores; None: it has none
+    text_head: the modules of a classifier that reads a text's first token; None: it reads the last, by one matrix
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
     head_norms: their LayerNorms; None: the model has none
@@ -198,6 +204,10 @@ class Description:
     embedding_size: int | None = None
     embedding_projection: str = ""
     positions: PositionTable | None = None
+    token_types: PositionTable | None = None
+    is_encoder: bool = False
+    distance_biases: DistanceBiases | None = None
+    text_head: TextHeadNames | None = None
     qk_norm: QKNorm | None = None
     head_norms: HeadNorms | None = None
     qkv_layout: Layout = "stacked"
@@ -283,7 +293,7 @@ class Description:
             mixer, heads = self.mixers[layer], self.kv_heads[layer]
             if mixer is not None:
                 return mixer.state(ranks)
-            if heads.source is not None:
+            if heads.source is not None or self.is_encoder:
                 return None
             return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer])
 

@@ -26,6 +26,7 @@ from nanoinfer.layers.linear import (
 from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
+from nanoinfer.layers.text_attention import BiasTable, TextAttention
 from nanoinfer.models.description import Description
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.parallel.shares import share_of
@@ -42,11 +43,14 @@ def make_mixer(
     scales: Tensor | None,
     backend: AttentionBackend,
     tp: TensorParallel,
+    biases: BiasTable | None = None,
 ) -> Mixer:
-    """Make a layer's mixer. rotary, scales, backend: for attention"""
+    """Make a layer's mixer. rotary, scales, backend, biases: for attention"""
     sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
+    if model.is_encoder:
+        return SelfAttention(model, layer, _within_texts(model, layer, rotary, biases, tp), tp)
     if sizes is None:
-        return SelfAttention(model, layer, rotary, scales, backend, tp)
+        return SelfAttention(model, layer, _over_cache(model, layer, rotary, scales, backend, tp), tp)
     if isinstance(sizes, GatedDelta):
         how = model.hidden_size, model.norm_eps, tp, model.formats
         return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
@@ -57,19 +61,10 @@ class SelfAttention(nn.Module):
     """Grouped-query attention: projects the joint's output to queries, keys and values, attends, and projects back."""
 
     def __init__(
-        self,
-        model: Description,
-        layer: int,
-        rotary: RotaryEmbedding | None,
-        scales: Tensor | None,
-        backend: AttentionBackend,
-        tp: TensorParallel,
+        self, model: Description, layer: int, attention: Attention | TextAttention, tp: TensorParallel
     ) -> None:
         super().__init__()
-        prefix, memory, heads = f"model.layers.{layer}.", model.memory(tp.size), model.kv_heads[layer]
-        source = layer if heads.source is None else heads.source
-        pages = memory[source]
-        assert isinstance(pages, Pages)
+        prefix, heads = f"model.layers.{layer}.", model.kv_heads[layer]
         self.head_dim = heads.dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.limit = model.qkv_limit
@@ -78,22 +73,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(
             _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
         )
-        self.attention = Attention(
-            f"model.layers.{source}.self_attn",
-            tp,
-            source,
-            kinds_of(memory).index(pages),
-            _scoring(model, layer, tp),
-            backend,
-            rotary,
-            scales,
-            _query_and_key_norms(model, heads, prefix, tp),
-            _full_width(model, heads, tp),
-            heads.parts,
-            model.value_norm,
-            model.names.sinks,
-            norm_last=model.qk_norm == "rotated",
-        )
+        self.attention = attention
         self.o_proj = RowParallelLinear(
             prefix + model.names.o,
             model.num_heads * heads.dim,
@@ -121,6 +101,57 @@ class SelfAttention(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that a checkpoint may have, although the layer uses another's keys and values."""
         yield from self.unused
+
+
+def _over_cache(
+    model: Description,
+    layer: int,
+    rotary: RotaryEmbedding | None,
+    scales: Tensor | None,
+    backend: AttentionBackend,
+    tp: TensorParallel,
+) -> Attention:
+    """Return the attention of a decoder's layer."""
+    prefix, memory, heads = f"model.layers.{layer}.", model.memory(tp.size), model.kv_heads[layer]
+    source = layer if heads.source is None else heads.source
+    pages = memory[source]
+    assert isinstance(pages, Pages)
+    return Attention(
+        f"model.layers.{source}.self_attn",
+        tp,
+        source,
+        kinds_of(memory).index(pages),
+        _scoring(model, layer, tp),
+        backend,
+        rotary,
+        scales,
+        _query_and_key_norms(model, heads, prefix, tp),
+        _full_width(model, heads, tp),
+        heads.parts,
+        model.value_norm,
+        model.names.sinks,
+        norm_last=model.qk_norm == "rotated",
+    )
+
+
+def _within_texts(
+    model: Description, layer: int, rotary: RotaryEmbedding | None, biases: BiasTable | None, tp: TensorParallel
+) -> TextAttention:
+    """Return the attention of an encoder's layer."""
+    heads = model.kv_heads[layer]
+    kv_heads = len(share_of(heads.count * heads.dim, tp.rank, tp.size, heads.dim)) // heads.dim
+    norms = _query_and_key_norms(model, heads, f"model.layers.{layer}.", tp)
+    q_norm, k_norm = norms or (None, None)
+    both = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+    return TextAttention(kv_heads, model.attention_scale, model.windows[layer], rotary, both, biases)
+
+
+def make_biases(model: Description, max_model_len: int, tp: TensorParallel) -> BiasTable | None:
+    """Make the biases that all layers of an encoder have; None: it has none."""
+    if model.distance_biases is None:
+        return None
+    share = share_of(model.num_heads, tp.rank, tp.size)
+    return BiasTable(model.distance_biases, share, model.num_heads, max_model_len)
 
 
 def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:

@@ -44,6 +44,8 @@ def check_ranks(model: Description, ranks: int) -> None:
 
 def check_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
     """Raise ValueError if the model cannot give a token the same bits in any company, on this many ranks."""
+    if model.is_encoder:
+        raise ValueError("deterministic=True: must be False for this model: encoders have no order of sums")
     if model.has_states:
         raise ValueError(
             "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-What = Literal["last", "mean", "labels", "tokens"]
+What = Literal["first", "last", "mean", "max", "weighted", "labels", "tokens"]
 
 
 class Read(NamedTuple):
     """What a step reads of a text, behind the last norm.
 
-    what: "last": its last token's hidden state; "mean": its tokens' hidden states, which are added up; "labels": what
-        a classifier's head makes of the last token; "tokens": the logits of some tokens behind the last one
+    what: "first", "last": that token's hidden state; "mean": its tokens' hidden states, which are added up; "weighted":
+        the same, each times its place, from 1; "max": the largest of each number; "labels": what a classifier's head
+        makes of the last token, or an encoder's of the first; "tokens": the logits of some tokens behind the last one
     tokens: those of "tokens"
+    separator: the text is a pair, whose first text ends with this token; None: it is no pair, or nobody asks
     """
 
     what: What
     tokens: tuple[int, ...] = ()
+    separator: int | None = None
 
     @property
     def needs_all(self) -> bool:
-        """Whether each token counts, so that none may come from the cache."""
-        return self.what == "mean"
+        """Whether tokens before the last count, so that none may come from the cache."""
+        return self.what in ("first", "mean", "max", "weighted")
+
+    def divisor(self, tokens: int) -> float:
+        """Return what the numbers that steps have added up of a text of so many tokens are to be divided by."""
+        return {"mean": tokens, "weighted": tokens * (tokens + 1) / 2}.get(self.what, 1)

@@ -15,7 +15,9 @@ from nanoinfer.pooling.text_settings import TextSettings
 OLD_MODES = "pooling_mode_"  # begins the names of flags that have become one setting, pooling_mode
 OLD_KINDS = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 KNOWN = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", *(OLD_MODES + kind for kind in OLD_KINDS))
-POOLINGS: dict[str, What] = {"lasttoken": "last", "mean": "mean"}
+POOLINGS: dict[str, What] = {
+    "cls": "first", "lasttoken": "last", "mean": "mean", "max": "max", "weightedmean": "weighted",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

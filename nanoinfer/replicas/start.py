@@ -100,6 +100,11 @@ def _numbers(config: Config) -> str:
     return f"{config.dtype} with matrices in {' and '.join(formats)}" if formats else config.dtype
 
 
+def _cache(config: Config, memory: MemoryPlan) -> str:
+    kept, each = config.kv_cache_dtype, " each" if config.data_parallel_size > 1 else ""
+    return f"KV cache of {memory.tokens:,} tokens{'' if kept == 'auto' else f' in {kept}'}{each}"
+
+
 def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
     """Say what has started: model, device, formats, images, processes, cache. hardware: what each rank computes with"""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
@@ -111,7 +116,6 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         "sees images" if config.sees else "",
         "" if config.draft is None else f"draft by {name_of(config.draft.folder)}",
         " of ".join(processes),
-        f"KV cache of {memory.tokens:,} tokens"
-        f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",
+        "" if config.description.is_encoder else _cache(config, memory),
     ]
     return ", ".join(part for part in parts if part)

@@ -9,7 +9,7 @@ import numpy as np
 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.models.classes import CLASSIFIERS
+from nanoinfer.models.classes import ALL_CLASSIFIERS
 from nanoinfer.pooling.activations import Vector, sigmoid
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, facts_of
@@ -34,7 +34,7 @@ class Classes:
         labels = self._config.description.labels
         if not labels:
             (name, *_) = self._settings.architectures
-            raise ValueError(f"{call}: {name} has no labels: must be one of {', '.join(CLASSIFIERS)}")
+            raise ValueError(f"{call}: {name} has no labels: must be one of {', '.join(ALL_CLASSIFIERS)}")
         if count not in (None, labels):
             raise ValueError(f"{call}: the model has {labels} labels: must have {count}; llm.classify takes any number")
 

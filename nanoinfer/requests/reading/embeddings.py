@@ -96,7 +96,7 @@ class Embeddings:
         return EmbeddingOutput(facts_of(request, result), embedding=embedding)
 
     def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None, normalize: bool | None) -> Vector:
-        x = (pooled / tokens if self.read.needs_all else pooled).astype(np.float32, copy=False)
+        x = (pooled / self.read.divisor(tokens)).astype(np.float32, copy=False)
         for dense in self.model.denses:
             x = dense(x)
         normalizes = self.model.normalises if normalize is None else normalize

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
-from nanoinfer.pooling.cross_encoder import LABELS, CrossEncoder, read_cross_encoder
+from nanoinfer.pooling.cross_encoder import CrossEncoder, read_cross_encoder
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
@@ -40,8 +41,11 @@ class TextPairs:
     def model(self) -> CrossEncoder:
         """How a pair becomes a score. Raises ValueError for what nobody computes here, or the tokenizer lacks."""
         known = self._config.description
-        self._texts.known_tokenizer("rerank")
+        tokenizer = self._texts.known_tokenizer("rerank")
         saved = read_cross_encoder(self._config.model, known.labels is not None, known.vocab_size)
+        has_types = known.token_types is not None and known.token_types.rows > 1
+        if saved is not None and has_types and "token_type_ids" in tokenizer.model_input_names:
+            saved = replace(saved, read=saved.read._replace(separator=tokenizer.sep_token_id))
         return saved or CrossEncoder(self._find_answers(), texts=None)
 
     @cached_property
@@ -75,7 +79,7 @@ class TextPairs:
 
     def _tokens(self, name: str, query: str, document: str, instruction: str | None) -> list[int]:
         own, model = self._model_texts, self.model
-        if own is None or (instruction is not None and model.read == LABELS and not own.writes_chats):
+        if own is None or (instruction is not None and model.read.what == "labels" and not own.writes_chats):
             return self._in_form(query, document, INSTRUCTION if instruction is None else instruction)
         return own.read_pair(name, query, document, model.prompt if instruction is None else instruction)
 

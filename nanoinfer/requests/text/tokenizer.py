@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import Config
 from nanoinfer.hub import has_tokenizer, reason_of
-from nanoinfer.logprob import Decode
 from nanoinfer.process.collector import no_collection
 
 if TYPE_CHECKING:
@@ -124,12 +123,13 @@ def _options(folder: str) -> dict[str, Any]:
 
 
 def _read(
-    encode: Callable[..., list[int]], decode: Decode, text: str, adds_special_tokens: bool, is_spaced: bool
+    encode: Callable[..., list[int]], decode: Callable[..., str], text: str, adds_special_tokens: bool, is_spaced: bool
 ) -> Reading:
     """Return the tokens of a text, and what those of the text alone are as text."""
     try:
         token_ids = encode(text, add_special_tokens=adds_special_tokens)
-        back = decode(encode(text, add_special_tokens=False))
+        # An unknown token may be special to one and not to the other.
+        back = decode(encode(text, add_special_tokens=False), skip_special_tokens=False)
     except Exception as error:  # a vocabulary may lack characters, and a token for what is unknown
         return [], str(error)
     return token_ids, back.lstrip(" ") if is_spaced else back

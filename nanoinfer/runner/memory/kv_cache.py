@@ -94,7 +94,7 @@ class KVCacheSpec:
         """Allocate a cache of zeros (see KVCache.zero). Raises ValueError when the memory does not hold it."""
         shape = (self.layout.slices, num_blocks, self.layout.slice_numbers)
         try:
-            if device.type == "cuda":
+            if device.type == "cuda" or not self.block_bytes:
                 memory = torch.empty(shape, dtype=self.dtype, device=device)
                 as_bytes(memory).zero_()
             else:  # NumPy's zeros cost no memory before they are written

@@ -150,7 +150,7 @@ def _limit(config: Config, device: torch.device, held: int) -> int:
 def shorten_on_cpu(config: Config) -> None:
     """Let max_model_len, if it was left out, be at most what the KV cache will hold: the model has tables so long."""
     layout = config.cache_layout
-    if config.fits_length and config.num_kvcache_blocks is None:
+    if layout.groups and config.fits_length and config.num_kvcache_blocks is None:
         blocks = CPU_BUDGET // (layout.block_numbers * config.torch_cache_dtype.itemsize)
         config.max_model_len = max(layout.longest(blocks, config.max_model_len), 2)
 
@@ -261,6 +261,8 @@ def _rows_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: i
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
     """Return how many blocks the budget holds; ValueError if these do not hold a sequence of max_model_len."""
     layout = spec.layout
+    if not layout.groups:
+        return 0
     length = min(config.max_model_len, layout.prefix_size) if config.fits_length else config.max_model_len
     needed = layout.blocks_of(length) * spec.block_bytes
     if budget < needed:

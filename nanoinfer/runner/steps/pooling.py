@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,17 @@ class Pooled:
 
 
 def pool(
-    chunks: list[ChunkMessage], hidden: Tensor, logits_at: Callable[[Tensor], Tensor], tokens_at_once: int
+    chunks: list[ChunkMessage],
+    hidden: Tensor,
+    logits_at: Callable[[Tensor], Tensor],
+    tokens_at_once: int,
+    is_encoder: bool = False,
 ) -> list[Pooled]:
     """Return what the chunks' texts are read for.
 
     hidden: [tokens, hidden_size], of one chunk after another
     logits_at, tokens_at_once: as for prompt_logprobs; a classifier's scores count as logits
+    is_encoder: these are made of a text's first token
     """
     reads: dict[Read, list[int]] = {}
     for number, chunk in enumerate(chunks):
@@ -58,15 +63,19 @@ def pool(
     ends = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
     pooled = []
     for read, numbers in reads.items():
-        if read.needs_all:
-            spans = [(ends[number] - len(chunks[number].token_ids), ends[number]) for number in numbers]
-            pooled.append(Pooled(numbers, _sums(hidden, spans)))
-            continue
-        last = upload(array("i", [ends[number] - 1 for number in numbers]), hidden.device)
-        if read.what == "last":
-            found = hidden[last.long()].float()
+        spans = [(ends[number] - len(chunks[number].token_ids), ends[number]) for number in numbers]
+        if read.what == "max":
+            found = torch.stack([hidden[begin:end].amax(dim=0) for begin, end in spans]).float()
+        elif read.what in ("mean", "weighted"):
+            starts = [chunks[number].start for number in numbers] if read.what == "weighted" else None
+            found = _sums(hidden, spans, starts)
         else:
-            found = torch.cat([_scores(read, logits_at(places)) for places in last.split(tokens_at_once)])
+            is_first = read.what == "first" or (read.what == "labels" and is_encoder)
+            places = upload(array("i", [begin if is_first else end - 1 for begin, end in spans]), hidden.device)
+            if read.what in ("first", "last"):
+                found = hidden[places.long()].float()
+            else:
+                found = torch.cat([_scores(read, logits_at(some)) for some in places.split(tokens_at_once)])
         pooled.append(Pooled(numbers, found))
     return pooled
 
@@ -78,9 +87,10 @@ def _scores(read: Read, logits: Tensor) -> Tensor:
     return logits[:, upload(array("i", read.tokens), logits.device).long()].float()
 
 
-def _sums(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+def _sums(hidden: Tensor, spans: list[tuple[int, int]], starts: list[int] | None) -> Tensor:
     """Add up the hidden states from each span's begin to its end; returns [spans, hidden_size] float64.
 
+    starts: the place in the text of each span's first token, to count each token times its place, from 1; None: once
     Each number is rounded to a multiple of 1 / UNIT. So float64 adds them without an error, up to sums of 2^29, and no
     order of tokens or chunks can change the sum.
     """
@@ -88,8 +98,13 @@ def _sums(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     for owner, (begin, end) in enumerate(spans):
         places.extend(range(begin, end))
         owners.extend([owner] * (end - begin))
+    weights = array("i", [1]) * len(places)
+    if starts is not None:
+        counted = [range(1 + start, 1 + start + end - begin) for start, (begin, end) in zip(starts, spans, strict=True)]
+        weights = array("i", chain.from_iterable(counted))
     sums = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float64, device=hidden.device)
-    parts = (upload(values, hidden.device).split(ADDED_AT_ONCE) for values in (places, owners))
-    for own, of in zip(*parts, strict=True):
-        sums.index_add_(0, of, hidden[own.long()].double().mul_(UNIT).round_())
+    parts = (upload(values, hidden.device).split(ADDED_AT_ONCE) for values in (places, owners, weights))
+    for own, of, times in zip(*parts, strict=True):
+        numbers = hidden[own.long()].double().mul_(UNIT).round_()
+        sums.index_add_(0, of, numbers if starts is None else numbers.mul_(times.unsqueeze(1)))
     return sums.div_(UNIT)

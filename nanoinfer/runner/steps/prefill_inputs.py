@@ -62,6 +62,9 @@ class PrefillInputs:
         has_ends = whole_images and any(chunk.images is not None and chunk.images.parts for chunk in chunks)
         if has_ends:
             arrays.append(_pack_ends(chunks))
+        has_types = any(chunk.read is not None and chunk.read.separator is not None for chunk in chunks)
+        if has_types:
+            arrays.append(_pack_types(chunks))
         has_adapters = may_adapt and any(chunk.adapter >= 0 for chunk in chunks)
         if has_adapters:
             arrays.append(_pack_adapters(chunks))
@@ -85,11 +88,12 @@ class PrefillInputs:
                 group_context.divided_tables = group_context.block_tables[rows]
         rotary = next(on_device).view(3, -1) if has_sections else None
         ends = next(on_device) if has_ends else None
+        types = next(on_device) if has_types else None
         self.adapters = next(on_device) if has_adapters else None
         are_long = [chunk.is_long for chunk in chunks]
         packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
-        self.context = Context(*what, rotary=rotary)
+        self.context = Context(*what, types=types, rotary=rotary)
         self.last_indices = cu_queries[1:][sampled].long() - 1
         self.last_positions = lens[sampled] - 1
         self.copied_blocks, self.copied_states = (pairs.view(-1, 2).T.long() for pairs in (copies, copied_states))
@@ -138,6 +142,16 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
             first, behind = begin + part.place, part.place + part.length
             ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
     return ends
+
+
+def _pack_types(chunks: list[ChunkMessage]) -> array[int]:
+    """Return 1 for each token of a pair's second text, and 0 for all others."""
+    types = array("i")
+    for chunk in chunks:
+        count, separator = len(chunk.token_ids), None if chunk.read is None else chunk.read.separator
+        first = count if separator is None else chunk.token_ids.index(separator) + 1
+        types.extend([0] * first + [1] * (count - first))
+    return types
 
 
 def _pack_adapters(chunks: list[ChunkMessage]) -> array[int]:

@@ -1,0 +1,1 @@
+"""Encoders: they read texts in both directions, and continue none."""

@@ -1,0 +1,49 @@
+"""ModernBERT (Warner et al., 2024): norms before the branches, rotations, and windows in two of three layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanoinfer.layers.norm import NormKind
+from nanoinfer.layers.text_head import TextHeadNames
+from nanoinfer.models.description import Description
+from nanoinfer.models.families.classics.modernbert import NAMES as DECODER_NAMES
+from nanoinfer.models.families.encoders.bert import spelling
+from nanoinfer.models.reading import describe_common, heads_of_their_own, read_windows
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAMES = replace(DECODER_NAMES, qkv=("attn.Wqkv",))
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe a ModernBERT: the embeddings' norm is also that of the first layer's attention."""
+    refuse(config, classifier_pooling="cls", norm_bias=False)
+    first = replace(NAMES, attention_norm=None)
+    ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
+    return describe_common(
+        config,
+        "hidden_activation",
+        "norm_eps",
+        kv_heads=heads_of_their_own(config),
+        names=NAMES,
+        layer_names=(first, *(NAMES,) * (config.num_hidden_layers - 1)),
+        spelling=spelling("model", "embeddings.tok_embeddings.", "layers."),
+        skipped=("decoder.",),
+        norm=NormKind(centred=True),
+        is_encoder=True,
+        embedding_norm="model.embeddings.norm",
+        windows=read_windows(config, config.sliding_window + 1),
+        ropes=tuple(ropes[kind] for kind in config.layer_types),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        tied=False,
+        text_head=TextHeadNames(
+            "head.dense", "classifier", config.classifier_activation, "head.norm", bool(config.classifier_bias)
+        ),
+    )
