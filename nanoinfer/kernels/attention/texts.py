@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch import Tensor
 from nanoinfer.kernels.attention.scores import LOG2_E
 from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
+STEP = 16  # tokens: on the CPU, texts whose lengths differ by fewer are one batch
+AT_ONCE = 4096  # tokens of a batch
 BLOCK_M = 64  # queries of a program
 BLOCK_N = 64  # keys at a time
 
@@ -50,27 +53,52 @@ def attend_to_texts_reference(
     window: int | None = None,
     biases: Tensor | None = None,
 ) -> Tensor:
-    """attend_to_texts in torch."""
-    out = torch.empty_like(q)
-    for begin, end in pairwise(accumulate(lens, initial=0)):
-        queries, keys, values = (part[begin:end].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        mask, is_grouped = _mask(end - begin, window, biases, q), q.shape[1] != k.shape[1]
+    """attend_to_texts in torch, which computes texts of about the same length at once."""
+    out, is_grouped = torch.empty_like(q), q.shape[1] != k.shape[1]
+    for begins, own in _batches(lens):
+        most = max(own)
+        places = torch.arange(most, device=q.device)
+        starts, counts = torch.tensor([begins, own], device=q.device).unsqueeze(2)
+        is_there = places < counts
+        rows = starts + places.where(is_there, 0)
+        queries, keys, values = (part[rows].transpose(1, 2) for part in (q, k, v))
+        mask = _mask(is_there, window, biases, q.dtype)
         attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=is_grouped)
-        out[begin:end] = attended[0].transpose(0, 1)
+        out[rows[is_there]] = attended.transpose(1, 2)[is_there]
     return out
 
 
-def _mask(length: int, window: int | None, biases: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return what torch adds to the scores of a text, [heads or 1, length, length]; None: nothing."""
+def _batches(lens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield some texts at a time, by where they begin and their lengths, which fill STEP alike."""
+    begins, by_size = [*accumulate(lens, initial=0)], dict[int, list[int]]()
+    for text, length in enumerate(lens):
+        by_size.setdefault(-(-length // STEP), []).append(text)
+    for size, texts in by_size.items():
+        most = max(AT_ONCE // (size * STEP), 1)
+        for first in range(0, len(texts), most):
+            some = texts[first : first + most]
+            yield [begins[text] for text in some], [lens[text] for text in some]
+
+
+def _mask(is_there: Tensor, window: int | None, biases: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return what torch adds to the scores of texts, or the keys that queries see; None: they see all.
+
+    is_there: [texts, places], False behind a text's end
+    """
+    length = is_there.shape[1]
+    seen: Tensor | None = None if is_there.all() else is_there[:, None, None, :]
     if biases is None and (window is None or length <= window):
-        return None
-    places = torch.arange(length, device=like.device)
+        return seen
+    places = torch.arange(length, device=is_there.device)
     distances = places - places.unsqueeze(1)
+    if window is not None:
+        is_near = distances.abs() < window
+        seen = is_near if seen is None else seen & is_near
     if biases is None:
-        mask = torch.zeros(1, length, length, dtype=like.dtype, device=like.device)
-    else:
-        mask = biases[:, distances + biases.shape[1] // 2].to(like.dtype)
-    return mask if window is None else mask.masked_fill(distances.abs() >= window, float("-inf"))
+        # Behind a text's end a query may see no key, and gets NaN, which nobody reads.
+        return seen
+    added = biases[:, distances + biases.shape[1] // 2].to(dtype).unsqueeze(0)
+    return added if seen is None else added.masked_fill(~seen, float("-inf"))
 
 
 def attend_to_texts_triton(
