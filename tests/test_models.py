@@ -499,6 +499,12 @@ def test_the_different_layers_run_alone(
         ("apertus1.5 multimodal", {"tie_word_embeddings": True}, "tie_word_embeddings=True .*not supported"),
         ("modernbert", {"classifier_activation": "tanh"}, "classifier_activation='tanh' .*not supported; supported"),
         ("modernbert", {"sliding_window": -1}, "sliding_window=-1 .*must be a number above 0"),
+        ("muse-glimmer", {"attention_bias": True}, "attention_bias=True .*not supported"),
+        ("muse-glimmer", {"post_norm_eps": 0.0}, "post_norm_eps=0.0 .*must be a number above 0"),
+        ("muse-glimmer", {"qk_scale_factor": -1.0}, "qk_scale_factor=-1.0 .*must be a number above 0"),
+        ("muse-glimmer", {"output_multiplier": 0.0}, "output_multiplier=0.0 .*must be a number above 0"),
+        ("muse-glimmer", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 .*must be a number above 0"),
+        ("muse-glimmer", {"layer_rope_theta": [0]}, "layer_rope_theta .*has 1 entries: .*num_hidden_layers=4"),
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 .*must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -508,8 +514,10 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     if case.vision is not None:
         settings = {"text_config": settings, "vision_config": case.vision, **case.outer}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
+    text = config.get_text_config()
     for setting, value in changes.items():
-        setattr(config, setting, value)
+        is_of_text = hasattr(text, setting) and not hasattr(config, setting)
+        setattr(text if is_of_text else config, setting, value)
     with pytest.raises(ValueError, match=message):
         describe(config)
 

@@ -76,6 +76,7 @@ FAMILIES = {
     "MixtralForCausalLM": "mistral.describe_mixtral",
     "MptForCausalLM": "classics.mpt.describe",
     "ModernBertDecoderForCausalLM": "classics.modernbert.describe",
+    "MuseGlimmerForConditionalGeneration": "multimodal.describe_muse_glimmer",
     "NanoChatForCausalLM": "llama.describe_nanochat",
     "NemotronForCausalLM": "classics.nemotron.describe_nemotron",
     "Olmo2ForCausalLM": "olmo.describe_olmo2",

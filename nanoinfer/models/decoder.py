@@ -130,7 +130,8 @@ class Decoder(CausalLM):
         self.token_types = None if types is None else PositionEmbedding(types, model.hidden_size, tp)
         self.embedding_norm = None
         if model.embedding_norm is not None:
-            self.embedding_norm = NormLayer(model.embedding_norm, model.hidden_size, model.norm_eps, model.norm)
+            kind = model.inner_norm or model.norm
+            self.embedding_norm = NormLayer(model.embedding_norm, model.hidden_size, model.norm_eps, kind)
         joints = _joints(model, tp)
         scaling = model.query_scaling
         scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
@@ -245,11 +246,13 @@ class Decoder(CausalLM):
         return logits
 
 
-def _norm(model: Description, layer: int, name: str | None, scale_name: str | None = None) -> NormLayer | None:
+def _norm(
+    model: Description, layer: int, name: str | None, scale_name: str | None = None, eps: float | None = None
+) -> NormLayer | None:
     if name is None:
         return None
     path = f"model.layers.{layer}.{name}"
-    return NormLayer(path, model.hidden_size, model.norm_eps, model.norm, scale_name=scale_name)
+    return NormLayer(path, model.hidden_size, eps or model.norm_eps, model.norm, scale_name=scale_name)
 
 
 def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
@@ -259,7 +262,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         return
     names = model.names
     whole = model.is_parallel or names.attention_post_norm is not None or names.mlp_post_norm is not None
-    norm = partial(_norm, model)
+    norm, post_eps = partial(_norm, model), model.post_norm_eps
     sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
     is_beside = model.experts is not None and model.experts.beside is not None
     post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
@@ -270,8 +273,8 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         if model.is_parallel:
             sums = True
             continue
-        yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
-        post = norm(layer, names.mlp_post_norm)
+        yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, scale, whole)
+        post = norm(layer, names.mlp_post_norm, eps=post_eps)
         sums = not (is_beside and sparse[layer])
         if model.layer_inputs is not None:
             yield Joint(post, None, tp, scale, whole, sums)
@@ -279,7 +282,8 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
     last = None
     if names.last_norm is not None:
-        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, model.norm, scale_name=stream)
+        kind = model.last_norm or model.norm
+        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, kind, scale_name=stream)
     yield Joint(post, last, tp, scale, whole, sums)
 
 

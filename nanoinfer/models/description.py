@@ -138,6 +138,9 @@ class Description:
     embedded_ids: how many ids have an embedding, if further ones than those that have a logit; None: vocab_size
     layer_names: for each layer, its names, where layers differ in their norms; empty: all have `names`
     norm: what the norms are
+    inner_norm: what those of embeddings, queries and keys are; None: as the others
+    last_norm: what the last one is; None: as the others
+    post_norm_eps: the number that the norms of branches' results add; None: norm_eps
     post_norm: the norms stand behind the sums, which go on normalised: attention_norm is that of the sum with
         attention's result, mlp_norm that of the sum with the MLP's
     is_parallel: attention and the MLP read the same stream; without mlp_norm, through one norm
@@ -198,6 +201,9 @@ class Description:
     layer_names: tuple[ModuleNames, ...] = ()
     embedded_ids: int | None = None
     norm: NormKind = RMS_NORM
+    inner_norm: NormKind | None = None
+    last_norm: NormKind | None = None
+    post_norm_eps: float | None = None
     post_norm: bool = False
     is_parallel: bool = False
     embedding_norm: str | None = None

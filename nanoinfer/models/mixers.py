@@ -202,7 +202,7 @@ def _query_and_key_norms(
 ) -> tuple[NormLayer, NormLayer | None] | None:
     if model.qk_norm is None:
         return None
-    kind = replace(model.norm, has_bias=False)
+    kind = replace(model.inner_norm or model.norm, has_bias=False)
 
     def norm(name: str, count: int) -> NormLayer:
         path, dim = prefix + name, heads.dim

@@ -34,7 +34,15 @@ TOWER = (
     "vision_embedder.",
 )  # those of its tower
 # These begin those of all its other tensors.
-OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.", "vision_tokenizer.", "audio_tokenizer.")
+OTHER_MODELS = (
+    *TOWER,
+    "audio_tower.",
+    "embed_audio.",
+    "vision_tokenizer.",
+    "audio_tokenizer.",
+    "vision_adapter.",
+    "vision_projection.",
+)
 SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 

@@ -29,6 +29,7 @@ APERTUS_SOUND = {
     "codebook_size": 10,
     "codebook_dim": 8,
 }
+MUSE_PROJECTOR = {"out_hidden_size": 128, "projector_hidden_size": 32}
 
 MULTIMODAL = {
     "gemma3 multimodal": Case(
@@ -138,5 +139,26 @@ MULTIMODAL = {
         {"vocab_size": 200, "output_vocab_size": 160, "pad_token_id": 3},
         APERTUS_VISION,
         outer={"audio_config": APERTUS_SOUND, "image_token_offset": 165, "audio_token_offset": 175},
+    ),
+    "muse-glimmer other windows and rotations": Case(
+        "MuseGlimmerForConditionalGeneration",
+        "muse_glimmer",
+        {
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_rope_theta": [0, 500.0, 0, 0],
+            "qk_scale_factor": 2.0,
+            "post_norm_eps": 0.05,
+            "rms_norm_eps": 0.02,
+        },
+        {**VISION, "patch_size": 14},
+        outer=MUSE_PROJECTOR,
+    ),
+    "muse-glimmer": Case(
+        "MuseGlimmerForConditionalGeneration",
+        "muse_glimmer",
+        {"sliding_window": 24, "output_multiplier": 0.7, "final_logit_softcapping": 3.0},
+        {**VISION, "patch_size": 14},
+        outer=MUSE_PROJECTOR,
     ),
 }

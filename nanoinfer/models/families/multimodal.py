@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import apertus, mistral, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import apertus, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.reading import refuse_windows
 from nanoinfer.models.rope import in_sections
@@ -47,6 +47,11 @@ def describe_mistral3(config: PretrainedConfig) -> Description:
     return _describe_text(config, mistral.describe_ministral3 if is_ministral else mistral.describe_mistral)
 
 
+def describe_muse_glimmer(config: PretrainedConfig) -> Description:
+    """Describe a Muse Glimmer."""
+    return _describe_text(config, muse_glimmer.describe)
+
+
 def describe_qwen2_vl(config: PretrainedConfig) -> Description:
     """Describe a Qwen2-VL or 2.5-VL model: a token has three positions, which are equal for text."""
     return _in_sections(config, _describe_text(config, qwen2.describe), [16, 24, 24], interleaved=False)
@@ -83,6 +88,6 @@ def _in_sections(
 
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:
-    tied = bool(config.tie_word_embeddings)  # the outer one decides
+    tied = bool(getattr(config, "tie_word_embeddings", False))  # the outer one decides, and a class may have none
     formats = read_formats(config).of_language_model()
     return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, formats=formats)
