@@ -45,7 +45,9 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         bias: tuple[float, float] = (-6, 1),
         width: int = 4,
+        largest: float = 1.0,
     ) -> None:
+        self.largest = largest
         self.key_heads, self.value_heads, self.key_dim, self.value_dim = shape
         self.channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         self.weight = (torch.randn(self.channels, width) / 2).to(dtype)
@@ -83,11 +85,11 @@ class Layer:
         return function(x, self.weight, self.inputs, *where)
 
     def chunks(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, chunks: Chunks) -> Tensor:
-        return function(qkv, a, b, self.log_decay, self.dt_bias, self.matrices, chunks, self.key_heads)
+        return function(qkv, a, b, self.log_decay, self.dt_bias, self.matrices, chunks, self.key_heads, self.largest)
 
     def rows(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, *where: Tensor) -> Tensor:
         parameters = (self.weight, self.log_decay, self.dt_bias)
-        return function(qkv, a, b, *parameters, self.inputs, self.matrices, *where, self.key_heads)
+        return function(qkv, a, b, *parameters, self.inputs, self.matrices, *where, self.key_heads, self.largest)
 
     def copy(self, device: str = "cpu") -> Layer:
         """Return a layer of the same numbers, and slots of its own."""
@@ -125,7 +127,7 @@ def recur(layer: Layer, qkv: Tensor, a: Tensor, b: Tensor, state: Tensor | None 
     q, k, v = layer.split(qkv.double())
     q, k = (oracle.l2norm(x).repeat_interleave(layer.value_heads // layer.key_heads, dim=1) for x in (q, k))
     decays = torch.exp(-layer.log_decay.double().exp() * F.softplus(a.double() + layer.dt_bias))[..., None, None]
-    strengths = b.double().sigmoid()[..., None]
+    strengths = layer.largest * b.double().sigmoid()[..., None]
     state = v.new_zeros(v.shape[1:] + k.shape[2:]) if state is None else state.double()
     outs = []
     for t in range(len(qkv)):
@@ -148,7 +150,10 @@ def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float3
 
 
 REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
+REAL_SIZES = [(REAL, 1.0), ((30, 30, 96, 192), 2.0)]  # and OLMo Hybrid's, whose strengths have another limit
 SHAPES = [(1, 1, 16, 16), (2, 4, 8, 16), (1, 3, 12, 24)]
+OLMO = (1, 1, 96, 192)  # a head of OLMo Hybrid's
+LARGEST = [(shape, 1.0) for shape in SHAPES] + [(OLMO, 2.0)]  # and the limit of strengths
 SPANS = ((0, 64), (64, 214), (128, 129), (0, 3))
 SLOTS = {"initial": [-1, 3, 4, -1], "final": [0, 3, -1, 6], "snapshots": {64: 2}}
 
@@ -182,9 +187,9 @@ def test_what_lies_before_a_sequence_counts_as_zero(length: int) -> None:
     torch.testing.assert_close(torch.cat(ys), expected[:5])  # the slot has an earlier owner's inputs
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_rule_in_chunks_is_the_rule_step_by_step(shape: tuple[int, int, int, int]) -> None:
-    layer = Layer(shape)
+@pytest.mark.parametrize(("shape", "largest"), LARGEST)
+def test_the_rule_in_chunks_is_the_rule_step_by_step(shape: tuple[int, int, int, int], largest: float) -> None:
+    layer = Layer(shape, largest=largest)
     layer.fill(3, 4)
     before = layer.matrices.clone()
     qkv, a, b = layer.draw(64 + 150 + 1 + 3)
@@ -265,9 +270,9 @@ def test_kernels_convolve(width: int, silu: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
-def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    layer = Layer(shape, dtype=dtype)
+@pytest.mark.parametrize(("shape", "largest"), of_each_kind(LARGEST, 2, 3))
+def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], largest: float, dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype=dtype, largest=largest)
     layer.fill(3, 4)
     ours = layer.copy(DEVICE)
     qkv, a, b = layer.draw(218)
@@ -316,9 +321,9 @@ def test_a_row_in_company_has_the_same_bits(shape: tuple[int, int, int, int]) ->
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
-def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtype) -> None:
-    layer = Layer(shape)
+@pytest.mark.parametrize(("shape", "largest"), of_each_kind(LARGEST, 2, 3))
+def test_the_kernel_of_rows(shape: tuple[int, int, int, int], largest: float, states: torch.dtype) -> None:
+    layer = Layer(shape, largest=largest)
     layer.fill(3, 4, 5)
     layer.matrices = layer.matrices.to(states)
     ours = layer.copy(DEVICE)
@@ -334,9 +339,10 @@ def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtyp
     assert ours.inputs.cpu().equal(layer.inputs)
 
 
+@pytest.mark.parametrize("largest", [1.0, 2.0])
 @pytest.mark.parametrize(("bias", "strengths"), [((-25, -15), 0), ((8, 9), 0), ((-6, 1), 15), ((-6, 1), -15)])
-def test_gates_near_0_and_1(bias: tuple[float, float], strengths: float) -> None:
-    layer = Layer((1, 1, 16, 16), bias=bias)
+def test_gates_near_their_limits(bias: tuple[float, float], strengths: float, largest: float) -> None:
+    layer = Layer((1, 1, 16, 16), bias=bias, largest=largest)
     qkv, a, b = layer.draw(128, strengths)
     expected, state = recur(layer, qkv, a, b)
     for device, function in (("cpu", delta_chunks_reference), (DEVICE, delta_chunks_triton)):
@@ -374,9 +380,10 @@ def test_what_is_not_finite_stays_in_its_sequence(functions: tuple[Callable[...,
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 7, 64, 512])
-def test_rows_of_real_sizes(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "largest"), REAL_SIZES)
+def test_rows_of_real_sizes(shape: tuple[int, int, int, int], largest: float, rows: int, dtype: torch.dtype) -> None:
     with torch.device(DEVICE):
-        layer = Layer(REAL, rows, dtype)
+        layer = Layer(shape, rows, dtype, largest=largest)
         layer.fill(*range(rows))
         qkv, a, b = layer.draw(rows)
         slots = torch.randperm(rows, dtype=torch.int32)
@@ -402,10 +409,13 @@ def test_rows_of_real_sizes(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (65,), (4096,), (1, 500, 64, 1027)])
-def test_chunks_of_real_sizes(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "largest"), REAL_SIZES)
+def test_chunks_of_real_sizes(
+    shape: tuple[int, int, int, int], largest: float, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
     count = len(lengths)
     with torch.device(DEVICE):
-        layer = Layer(REAL, 2 * count, dtype)
+        layer = Layer(shape, 2 * count, dtype, largest=largest)
         layer.fill(*range(count))
         x, a, b = layer.draw(sum(lengths))
     layers = [layer, layer.copy(DEVICE)]

@@ -81,7 +81,7 @@ def make_oracle(name: str) -> tuple[nn.Module, GatedDelta | ShortConvolution]:
     if name == "qwen3.5":
         module, sizes = Qwen3_5GatedDeltaNet(delta_config(Qwen3_5TextConfig), 0), DELTA
     elif name == "qwen3-next":
-        module, sizes = Qwen3NextGatedDeltaNet(delta_config(Qwen3NextConfig), 0), replace(DELTA, by_head=True)
+        module, sizes = Qwen3NextGatedDeltaNet(delta_config(Qwen3NextConfig), 0), replace(DELTA, layout="heads")
     else:
         sizes = replace(CONVOLUTION, bias=name == "lfm2 biases")
         config = Lfm2Config(hidden_size=HIDDEN, conv_bias=sizes.bias, layer_types=["conv"], num_hidden_layers=1)

@@ -236,6 +236,19 @@ def test_the_first_configs_of_qwen2_vl_are_flat(name: str, make_llm: Callable[..
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
+@pytest.mark.parametrize("name", [*whole_only(["opt", "apertus", "modernbert"]), "olmohybrid"])
+def test_the_names_and_shapes_in_a_trainers_modules(
+    name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    folder, model = family(name)
+    llm = make_llm(folder, **CASES[name].small)
+    changed = copy.deepcopy(model)
+    for parameter in changed.parameters():
+        parameter.data *= 1.1
+    llm.update_weights(changed.named_parameters())
+    run(llm, changed)
+
+
 def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Ministral 8B has layer_types. transformers gives the model another model_type than its config.json."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -505,6 +518,9 @@ def test_the_different_layers_run_alone(
         ("muse-glimmer", {"output_multiplier": 0.0}, "output_multiplier=0.0 .*must be a number above 0"),
         ("muse-glimmer", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 .*must be a number above 0"),
         ("muse-glimmer", {"layer_rope_theta": [0]}, "layer_rope_theta .*has 1 entries: .*num_hidden_layers=4"),
+        ("olmohybrid", {"hidden_act": "gelu"}, "hidden_act='gelu' .*not supported"),
+        ("olmohybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads=3 .*must be a divisor of linear_num_value"),
+        ("olmohybrid", {"layer_types": ["conv"] * 4}, "layer_types='conv' .*supported here: linear_attention"),
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 .*must be an integer of at least 1"),
     ],
 )  # fmt: skip

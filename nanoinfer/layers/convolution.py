@@ -20,15 +20,25 @@ class CausalConvolution(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, layer: int, channels: list[Projection], width: int, tp: TensorParallel, bias: bool = False
+        self,
+        layer: int,
+        channels: list[Projection],
+        width: int,
+        tp: TensorParallel,
+        bias: bool = False,
+        instead: list[Projection] | None = None,
     ) -> None:
         """Store the layer's number and sizes.
 
-        channels: where the tensor has their rows; width: a token sees so many inputs, its own the last
+        channels: where the tensors have their rows; width: a token sees so many inputs, its own the last
+        instead: where another tensor may have them, in the same order; None: there is none
         """
         super().__init__()
         self.layer = layer
-        self._sections = [section for part in channels for section in part.sections(tp.rank, tp.size, width)]
+        self._sections, self._instead = (
+            [section for part in parts for section in part.sections(tp.rank, tp.size, width)]
+            for parts in (channels, instead or [])
+        )
         rows = sum(section.rows for section in self._sections)
         self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
@@ -50,5 +60,9 @@ class CausalConvolution(nn.Module):
         for section, rows in zip(self._sections, parts, strict=True):
             channels, width = section.shape
             yield Shard(f"{section.name}.weight", rows, (channels, 1, width), section.start)
+        replaced = tuple(f"{section.name}.weight" for section in self._sections)
+        for section, rows in zip(self._instead, parts, strict=False):
+            channels, width = section.shape
+            yield Shard(f"{section.name}.weight", rows, (channels, 1, width), section.start, replaces=replaced)
         if self.bias is not None:
             yield from bias_shards(self.bias, self._sections)

@@ -1,10 +1,10 @@
-"""The gated delta rule (Gated Delta Networks, Yang et al., 2024), as the layers of Qwen3-Next and Qwen3.5 apply it."""
+"""The gated delta rule (Gated Delta Networks, Yang et al., 2024), as layers of Qwen3.5 and OLMo Hybrid apply it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,11 @@ class GatedDelta:
     key_heads, value_heads: the former divide the latter; neighbouring value heads share a key head
     key_dim, value_dim: numbers of a head
     width: the convolution's; a token sees so many inputs, its own the last
-    by_head: two tensors of the checkpoint hold all projections, key head by key head, as in Qwen3-Next
+    layout: which tensors the checkpoint has: "stacked": one holds the projections of queries, keys and values; "heads":
+        two hold all projections, key head by key head, as in Qwen3-Next; "apart": each projection has its own, and so
+        have the convolutions of queries, of keys and of values, as in OLMo Hybrid
+    largest: as for kernels.delta.decode.delta_rows
+    norm_eps: the number that the norm of the results adds; None: the model's
     """
 
     module: ClassVar[str] = "linear_attn"  # in all checkpoints
@@ -40,7 +44,9 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     width: int
-    by_head: bool = False
+    layout: Literal["stacked", "heads", "apart"] = "stacked"
+    largest: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def divided(self) -> dict[str, int]:
@@ -95,12 +101,16 @@ class GatedDeltaMixer(nn.Module):
         is_alike = formats.of(wide[0].name) == formats.of(narrow[0].name)
         self.in_proj = ColumnParallelLinear(wide + narrow if is_alike else wide, hidden_size, tp, formats=formats)
         self.narrow_proj = None if is_alike else ColumnParallelLinear(narrow, hidden_size, tp, formats=formats)
-        self.convolution = CausalConvolution(layer, _channels(f"{prefix}conv1d", sizes), sizes.width, tp)
+        channels, instead = _channels(f"{prefix}conv1d", sizes), None
+        if sizes.layout == "apart":  # in files; a trainer's module may have one tensor
+            channels, instead = _apart(prefix, ("q_conv1d", "k_conv1d", "v_conv1d"), sizes), channels
+        self.convolution = CausalConvolution(layer, channels, sizes.width, tp, instead=instead)
         self.log_decay, self.dt_bias = (
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(2)
         )
-        self.norm = NormLayer(f"{prefix}norm", sizes.value_dim, norm_eps)
-        self.out_proj = RowParallelLinear(f"{prefix}out_proj", values, hidden_size, tp, formats=formats)
+        norm, out = ("o_norm", "o_proj") if sizes.layout == "apart" else ("norm", "out_proj")
+        self.norm = NormLayer(f"{prefix}{norm}", sizes.value_dim, sizes.norm_eps or norm_eps)
+        self.out_proj = RowParallelLinear(f"{prefix}{out}", values, hidden_size, tp, formats=formats)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
@@ -129,7 +139,8 @@ class GatedDeltaMixer(nn.Module):
         assert matrices is not None
         if states.chunks is not None:
             qkv = self.convolution(qkv, context, silu=True)
-            return delta_chunks(qkv, a, b, self.log_decay, self.dt_bias, matrices, states.chunks, self.key_heads)
+            parameters = self.log_decay, self.dt_bias, matrices, states.chunks, self.key_heads, self.sizes.largest
+            return delta_chunks(qkv, a, b, *parameters)
         return delta_rows(
             qkv,
             a,
@@ -142,6 +153,7 @@ class GatedDeltaMixer(nn.Module):
             states.slots,
             context.positions,
             self.key_heads,
+            self.sizes.largest,
         )
 
     def shards(self) -> Iterator[Shard]:
@@ -155,11 +167,21 @@ def _projections(prefix: str, sizes: GatedDelta) -> tuple[list[Projection], list
     """Return where a checkpoint has queries, keys, values and gates, and where strengths and decays."""
     heads, key, few = sizes.key_heads, sizes.key_dim, sizes.values_together
     value = few * sizes.value_dim
-    if sizes.by_head:
+    if sizes.layout == "apart":
+        wide = _apart(prefix, ("q_proj", "k_proj", "v_proj"), sizes) + stacked(f"{prefix}g_proj", (heads, value))
+        return wide, stacked(f"{prefix}b_proj", (heads, few)) + stacked(f"{prefix}a_proj", (heads, few))
+    if sizes.layout == "heads":
         wide = unit_by_unit(f"{prefix}in_proj_qkvz", heads, (key, key, value, value))
         return wide, unit_by_unit(f"{prefix}in_proj_ba", heads, (few, few))
     wide = _channels(f"{prefix}in_proj_qkv", sizes) + stacked(f"{prefix}in_proj_z", (heads, value))
     return wide, stacked(f"{prefix}in_proj_b", (heads, few)) + stacked(f"{prefix}in_proj_a", (heads, few))
+
+
+def _apart(prefix: str, names: tuple[str, str, str], sizes: GatedDelta) -> list[Projection]:
+    """Return where three tensors have the rows of all queries, keys and values."""
+    q, k, v = (f"{prefix}{name}" for name in names)
+    key = sizes.key_heads, sizes.key_dim
+    return stacked(q, key) + stacked(k, key) + stacked(v, (sizes.key_heads, sizes.values_together * sizes.value_dim))
 
 
 def _channels(name: str, sizes: GatedDelta) -> list[Projection]:

@@ -82,6 +82,7 @@ FAMILIES = {
     "Olmo2ForCausalLM": "olmo.describe_olmo2",
     "Olmo3ForCausalLM": "olmo.describe_olmo3",
     "OlmoeForCausalLM": "olmo.describe_olmoe",
+    "OlmoHybridForCausalLM": "olmo.describe_hybrid",
     "OlmoForCausalLM": "olmo.describe_olmo",
     "OPTForCausalLM": "classics.opt.describe",
     "PersimmonForCausalLM": "classics.persimmon.describe",

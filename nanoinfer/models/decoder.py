@@ -261,13 +261,13 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         yield from _joints_behind(model, tp)
         return
     names = model.names
-    whole = model.is_parallel or names.attention_post_norm is not None or names.mlp_post_norm is not None
+    by_layer = model.layer_names or (names,) * model.num_layers
+    whole = model.is_parallel or any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
     norm, post_eps = partial(_norm, model), model.post_norm_eps
     sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
     is_beside = model.experts is not None and model.experts.beside is not None
     post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
-    for layer in range(model.num_layers):
-        names = model.layer_names[layer] if model.layer_names else model.names
+    for layer, names in enumerate(by_layer):
         yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
         if model.is_parallel:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers.models.falcon.modeling_falcon as falcon
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer.models.alibi import alibi_slopes
@@ -116,4 +117,18 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
         if name.endswith("_bias"):  # corrections of routers' scores, which then may be negative
             torch.nn.init.uniform_(buffer, -0.9, 0.3)
     model.save_pretrained(folder)
+    if case.model_type == "olmo_hybrid":
+        _cut_convolutions(model, folder / "model.safetensors")
     return model
+
+
+def _cut_convolutions(model: PreTrainedModel, file: Path) -> None:
+    """Let the convolutions of queries, keys and values have the sizes that published files have; saved are thirds."""
+    weights = load_file(file)
+    for number, layer in enumerate(model.model.layers):
+        mixer = getattr(layer, "linear_attn", None)
+        if mixer is not None:
+            parts = mixer.conv1d.weight.detach().split([mixer.key_dim, mixer.key_dim, mixer.value_dim])
+            for name, part in zip("qkv", parts, strict=True):
+                weights[f"model.layers.{number}.linear_attn.{name}_conv1d.weight"] = part.contiguous()
+    save_file(weights, file, {"format": "pt"})

@@ -10,8 +10,20 @@ from cases.sparse import EXPERTS
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
 DELTA_MOE = {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}
 KINDS = {"layer_types": ["conv", "full_attention"] * 2}
+UNEVEN = {
+    **DELTA,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+NOT_ROTATED = {"rope_type": "default", "rope_theta": None}
 
 CASES = {
+    "olmohybrid rotated, one key head a value head, strengths of at most 1": Case(
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid",
+        {**UNEVEN, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False, "rope_parameters": YARN},
+    ),
     "qwen3.5 yarn, biases": Case(
         "Qwen3_5ForCausalLM",
         "qwen3_5_text",
@@ -20,6 +32,7 @@ CASES = {
     "qwen3.5": Case("Qwen3_5ForCausalLM", "qwen3_5_text", DELTA),
     "qwen3.5moe": Case("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", DELTA_MOE),
     "qwen3next": Case("Qwen3NextForCausalLM", "qwen3_next", {**DELTA_MOE, "mlp_only_layers": [1]}),
+    "olmohybrid": Case("OlmoHybridForCausalLM", "olmo_hybrid", {**UNEVEN, "rope_parameters": NOT_ROTATED}),
     "lfm2": Case("Lfm2ForCausalLM", "lfm2", KINDS),
     "lfm2 biases, another width": Case(
         "Lfm2ForCausalLM", "lfm2", {**KINDS, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}

@@ -34,20 +34,23 @@ def delta_rows(
     slots: Tensor,
     positions: Tensor,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """Let each row's memory forget a little, learn its token, and answer the token's query (Yang et al., 2024).
 
     S = decay * S; S = S + strength * (v - S k) k^T; out = S q. decay = exp(-exp(log_decay) * softplus(a + dt_bias)),
-    strength = sigmoid(b). q, k and v come out of a convolution and SiLU; then q and k get length 1, and q key_dim^-0.5.
+    strength = largest * sigmoid(b). q, k and v come out of a convolution and SiLU; then q and k get length 1, and q
+    key_dim^-0.5.
 
     qkv: [rows, channels], not convolved: q | k | v, key heads * key dim, the same, value heads * value dim
     a, b: [rows, value heads]; log_decay, dt_bias: [value heads] float32; key_heads: divides value heads
+    largest: the limit of strengths; above 1, what a state has of a key may change its sign (Grazzi et al., 2025)
     weight, inputs, slots, positions: as for convolve_rows, with SiLU
     matrices: [slots, value heads, value dim, key dim], float32 or bfloat16: S, changed in place as inputs are
     Returns [rows, value heads, value dim] in qkv's dtype; what empty rows get has no meaning.
     """
     function = delta_rows_triton if qkv.is_cuda else delta_rows_reference
-    return function(qkv, a, b, weight, log_decay, dt_bias, inputs, matrices, slots, positions, key_heads)
+    return function(qkv, a, b, weight, log_decay, dt_bias, inputs, matrices, slots, positions, key_heads, largest)
 
 
 def delta_rows_reference(
@@ -62,11 +65,12 @@ def delta_rows_reference(
     slots: Tensor,
     positions: Tensor,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """delta_rows in torch."""
     convolved = convolve_rows_reference(qkv, weight, inputs, slots, positions, silu=True)
     q, k, v = (x.unsqueeze(-1) for x in split_heads(convolved, key_heads, *matrices.shape[1:3]))
-    decays, strengths = (x[..., None, None] for x in gates(a, b, log_decay, dt_bias))
+    decays, strengths = (x[..., None, None] for x in gates(a, b, log_decay, dt_bias, largest))
     filled = slots >= 0
     states = matrices[slots.clamp(min=0).long()].float().where(filled[:, None, None, None], 0) * decays.exp()
     states = states + strengths * (v - states @ k) @ k.mT
@@ -86,6 +90,7 @@ def delta_rows_triton(
     slots: Tensor,
     positions: Tensor,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """delta_rows as one launch. The kernel before may write qkv, a and b alone: the others are read before it ends.
 
@@ -112,6 +117,7 @@ def delta_rows_triton(
         qkv.stride(0),
         a.stride(0),
         b.stride(0),
+        LARGEST=largest,
         KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads,
         KEY_DIM=key_dim,
@@ -141,6 +147,7 @@ def _delta_rows_kernel(
     qkv_stride,
     a_stride,
     b_stride,
+    LARGEST: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -186,7 +193,7 @@ def _delta_rows_kernel(
     value = _activated(v_past, v_input, v_own)
     query *= length_factor(query, 0) * KEY_DIM**-0.5
     key *= length_factor(key, 0)
-    log_decay, strength = gates_of(a, b, log_decay, dt_bias)
+    log_decay, strength = gates_of(a, b, log_decay, dt_bias, LARGEST)
     decay = decay_of(log_decay)
     # What the new state answers is what the old one does and the update's part: so no sum waits for another.
     update = strength * (value - decay * tl.sum(state * key[None, :], axis=1))

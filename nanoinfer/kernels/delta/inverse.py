@@ -31,8 +31,9 @@ def invert_reference(below: Tensor) -> Tensor:
 def invert(below, SIZE: tl.constexpr, FACTORS: tl.constexpr):
     """invert_reference inside a kernel, for 64 float32 rows: each of four warps has 16 of them at first.
 
-    FACTORS: the dtype of what is multiplied. The rule only shrinks what it has learned: no number in the inverse of its
-    system is above 1. So float16 serves models of 16 bits, and rounds less than bfloat16.
+    FACTORS: the dtype of what is multiplied. The rule enlarges nothing that it has learned: no number in the inverse of
+    its system is above 1, or above the largest strength. So float16 serves models of 16 bits, and rounds less than
+    bfloat16.
     """
     tl.static_assert(SIZE == 64)
     block = tl.arange(0, 4)

@@ -26,15 +26,16 @@ def delta_chunks(
     matrices: Tensor,
     chunks: Chunks,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """Compute delta_rows' recurrence for each token of a prefill step; write the states behind sequences and snapshots.
 
     qkv: [tokens, channels], convolved already; a, b: [tokens, value heads]
-    log_decay, dt_bias, matrices, key_heads: as for delta_rows
+    log_decay, dt_bias, matrices, key_heads, largest: as for delta_rows
     Returns [tokens, value heads, value dim] in qkv's dtype.
     """
     function = delta_chunks_triton if qkv.is_cuda else delta_chunks_reference
-    return function(qkv, a, b, log_decay, dt_bias, matrices, chunks, key_heads)
+    return function(qkv, a, b, log_decay, dt_bias, matrices, chunks, key_heads, largest)
 
 
 def delta_chunks_reference(
@@ -46,6 +47,7 @@ def delta_chunks_reference(
     matrices: Tensor,
     chunks: Chunks,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """delta_chunks in torch."""
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
@@ -56,7 +58,8 @@ def delta_chunks_reference(
         group = slice(first, first + CHUNKS_AT_ONCE)
         mask = is_token[group]
         at = tokens[group].where(mask, 0).flatten()
-        terms = (*split_heads(qkv[at], key_heads, *matrices.shape[1:3]), *gates(a[at], b[at], log_decay, dt_bias))
+        heads = split_heads(qkv[at], key_heads, *matrices.shape[1:3])
+        terms = (*heads, *gates(a[at], b[at], log_decay, dt_bias, largest))
         within = _look_within_reference(*(_by_chunk(x, mask) for x in terms))
         answers = torch.empty_like(within.updates)
         for i, chunk in enumerate(range(first, min(first + CHUNKS_AT_ONCE, len(seqs)))):
@@ -129,6 +132,7 @@ def delta_chunks_triton(
     matrices: Tensor,
     chunks: Chunks,
     key_heads: int,
+    largest: float = 1.0,
 ) -> Tensor:
     """delta_chunks as two launches.
 
@@ -160,6 +164,7 @@ def delta_chunks_triton(
         qkv.stride(0),
         a.stride(0),
         b.stride(0),
+        LARGEST=largest,
         **shape,
         num_warps=_warps(qkv),
         enable_fp_fusion=True,
@@ -237,6 +242,7 @@ def _look_within_kernel(
     qkv_stride,
     a_stride,
     b_stride,
+    LARGEST: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -259,7 +265,7 @@ def _look_within_kernel(
     k = tl.load(q_ptr + KEY_HEADS * KEY_DIM + places, mask=mask, other=0.0)
     a = tl.load(a_ptr + first * a_stride + head + t * a_stride, mask=is_token, other=0.0)
     b = tl.load(b_ptr + first * b_stride + head + t * b_stride, mask=is_token, other=0.0)
-    log_decay, strength = gates_of(a, b, tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head))
+    log_decay, strength = gates_of(a, b, tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head), LARGEST)
     total = tl.cumsum(tl.where(is_token, log_decay, 0.0), axis=0)
     last = tl.sum(tl.where(t == TOKENS - 1, total, 0.0), axis=0)  # a sum in another order would not be the same
     q_factor = length_factor(q.to(tl.float32), 1) * KEY_DIM**-0.5

@@ -25,12 +25,12 @@ def split_heads(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -
     return q * q.shape[-1] ** -0.5, k, v
 
 
-def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Return the logarithms of decays, and the strengths of updates, both [tokens, value heads] in float32.
 
-    a, b: [tokens, value heads]; log_decay, dt_bias: [value heads]
+    a, b: [tokens, value heads]; log_decay, dt_bias: [value heads]; largest: as for delta_rows
     """
-    return -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+    return -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), largest * b.float().sigmoid()
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def length_factor(x, axis: tl.constexpr):
 
 
 @triton.jit
-def gates_of(a, b, log_decay, dt_bias):
+def gates_of(a, b, log_decay, dt_bias, LARGEST: tl.constexpr):
     """`gates` inside a kernel."""
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
     e = tl.exp(-tl.abs(x))
@@ -48,7 +48,7 @@ def gates_of(a, b, log_decay, dt_bias):
     grown = 1.0 + e
     log1p = tl.where(grown == 1.0, e, tl.log(grown) * (e / tl.maximum(grown - 1.0, 1e-10)))
     softplus = tl.maximum(x, 0.0) + log1p
-    return -tl.exp(log_decay.to(tl.float32)) * softplus, tl.sigmoid(b.to(tl.float32))
+    return -tl.exp(log_decay.to(tl.float32)) * softplus, LARGEST * tl.sigmoid(b.to(tl.float32))
 
 
 @triton.jit

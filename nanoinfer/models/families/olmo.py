@@ -1,6 +1,6 @@
 """OLMo 2 and 3 (OLMo Team, 2025): norms on branches' results; a q/k norm over all heads at once.
 
-The layers of OLMoE and FlexOlmo have experts.
+The layers of OLMoE and FlexOlmo have experts; most of OLMo Hybrid's have the gated delta rule.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
-from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive_or_none, refuse
+from nanoinfer.models.families.qwen3_5 import read_delta
+from nanoinfer.models.reading import describe_common, read_mixers, read_windows, refuse_windows
+from nanoinfer.models.rope import read_max_position, read_rope
+from nanoinfer.models.settings import head_dim_of, positive_or_none, refuse, size_of
+from nanoinfer.weights.sources import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +24,12 @@ NAMES = ModuleNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm=None,
     mlp_post_norm="post_feedforward_layernorm",
+)
+HYBRID_SPELLING = Spelling(
+    parts=(
+        (".attention_layer_norm.", ".input_layernorm."),
+        (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    )
 )
 
 
@@ -70,6 +78,23 @@ def describe_flex_olmo(config: PretrainedConfig) -> Description:
     """Describe a FlexOlmo model (Shi et al., 2025): OLMo 2 with experts in all layers."""
     refuse_windows(config)
     return _describe(config, experts=read_experts(config, (True,) * config.num_hidden_layers, "intermediate_size"))
+
+
+def describe_hybrid(config: PretrainedConfig) -> Description:
+    """Describe an OLMo Hybrid model (2026): OLMo 2's layers attend, and the others have norms on branches' inputs."""
+    refuse(config, hidden_act="silu")
+    largest = 2.0 if config.linear_allow_neg_eigval else 1.0
+    mixers = read_mixers(config, "linear_attention", read_delta(config, layout="apart", largest=largest, norm_eps=1e-5))
+    turns = config.rope_parameters is not None and config.rope_parameters.get("rope_theta") is not None
+    rope = read_rope(config, head_dim_of(config)) if turns else None
+    return _describe(
+        config,
+        layer_names=tuple(NAMES if mixer is None else ModuleNames() for mixer in mixers),
+        spelling=HYBRID_SPELLING,
+        mixers=mixers,
+        ropes=tuple(rope if mixer is None else None for mixer in mixers),
+        max_position=read_max_position(config) if turns else size_of(config, "max_position_embeddings"),
+    )
 
 
 def _describe(config: PretrainedConfig, **own: Any) -> Description:

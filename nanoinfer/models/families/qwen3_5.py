@@ -6,7 +6,7 @@ one, but for those of the delta rule.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.norm import NormKind
@@ -37,12 +37,12 @@ def describe_next(config: PretrainedConfig) -> Description:
     """Describe a Qwen3-Next model: its checkpoints hold the delta rule's projections head by head, in two tensors."""
     shared = size_of(config, "shared_expert_intermediate_size")
     experts = read_experts(config, sparse_layers(config), "moe_intermediate_size", shared_size=shared)
-    return _describe(config, by_head=True, experts=experts)
+    return _describe(config, "heads", experts=experts)
 
 
-def _describe(config: PretrainedConfig, by_head: bool = False, **own: Any) -> Description:
+def _describe(config: PretrainedConfig, layout: Literal["stacked", "heads"] = "stacked", **own: Any) -> Description:
     refuse(config, hidden_act="silu", attn_output_gate=True)
-    mixers = read_mixers(config, "linear_attention", _read_delta(config, by_head))
+    mixers = read_mixers(config, "linear_attention", read_delta(config, layout=layout))
     rope = read_rope(config, read_rotary_dim(config))
     return describe_common(
         config,
@@ -57,14 +57,15 @@ def _describe(config: PretrainedConfig, by_head: bool = False, **own: Any) -> De
     )
 
 
-def _read_delta(config: PretrainedConfig, by_head: bool) -> GatedDelta:
+def read_delta(config: PretrainedConfig, **own: Any) -> GatedDelta:
+    """Read the sizes of the layers with the gated delta rule; own: fields that no setting has"""
     delta = GatedDelta(
         key_heads=size_of(config, "linear_num_key_heads"),
         value_heads=size_of(config, "linear_num_value_heads"),
         key_dim=size_of(config, "linear_key_head_dim"),
         value_dim=size_of(config, "linear_value_head_dim"),
         width=read_width(config, "linear_conv_kernel_dim"),
-        by_head=by_head,
+        **own,
     )
     if delta.value_heads % delta.key_heads:
         raise ValueError(

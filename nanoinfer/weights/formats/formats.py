@@ -16,7 +16,8 @@ from nanoinfer.weights.shards import Section
 from nanoinfer.weights.sources import LANGUAGE_MODEL
 
 ALL = EXPRESSION  # the pattern of all names
-KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays
+# The output projection, and what decides a delta rule's strengths and decays.
+KEPT = "lm_head", r"re:.*\b(in_proj_(a|b|ba)|linear_attn\.[ab]_proj)$"
 
 
 @dataclass(frozen=True)
