@@ -284,15 +284,23 @@ def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
     norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
 
 
-def delta(matrices: torch.dtype, is_prefill: bool) -> None:
-    """Go on with the memories of Qwen3-Next's layers, or fill them."""
-    qkv, weight = empty(TOKENS, CHANNELS, dtype=BF16), empty(CHANNELS, 4, dtype=BF16)
-    a, b, log_decay, bias = (empty(*rows, VALUE_HEADS) for rows in ((TOKENS,), (TOKENS,), (), ()))
-    inputs, memory = empty(64, 4, CHANNELS, dtype=BF16), empty(64, VALUE_HEADS, HEAD, HEAD, dtype=matrices)
+def delta(
+    matrices: torch.dtype,
+    is_prefill: bool,
+    shape: tuple[int, int, int, int] = (KEY_HEADS, VALUE_HEADS, HEAD, HEAD),
+    largest: float = 1.0,
+) -> None:
+    """Go on with the memories of Qwen3-Next's layers, or fill them. shape: heads and sizes of keys, and of values"""
+    key_heads, value_heads, key_dim, value_dim = shape
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    qkv, weight = empty(TOKENS, channels, dtype=BF16), empty(channels, 4, dtype=BF16)
+    a, b, log_decay, bias = (empty(*rows, value_heads) for rows in ((TOKENS,), (TOKENS,), (), ()))
+    inputs, memory = empty(64, 4, channels, dtype=BF16), empty(64, value_heads, value_dim, key_dim, dtype=matrices)
     if is_prefill:
-        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), KEY_HEADS)
+        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), key_heads, largest)
     else:
-        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(TOKENS), numbers(TOKENS), KEY_HEADS)
+        where = numbers(TOKENS), numbers(TOKENS)
+        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, *where, key_heads, largest)
 
 
 def chunks() -> Chunks:
@@ -506,6 +514,9 @@ def of_the_rest() -> Iterator[Launch]:
     for matrices, is_prefill in ((BF16, False), (FP32, False), (FP32, True)):
         call = partial(delta, matrices, is_prefill)
         yield Launch(f"delta rule, {matrices=}, {is_prefill=}", call, often_if(is_prefill))
+    for is_prefill in (False, True):
+        call = partial(delta, FP32, is_prefill, (30, 30, 96, 192), 2.0)
+        yield Launch(f"delta rule of OLMo Hybrid, {is_prefill=}", call, often_if(is_prefill))
     yield Launch("around the delta rule", convolve_and_norm)
     for size, dtype in ((1024, BF16), (5376, BF16), *product((4096, 12288), (BF16, FP32))):
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))

@@ -30,7 +30,8 @@ def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor, largest: flo
 
     a, b: [tokens, value heads]; log_decay, dt_bias: [value heads]; largest: as for delta_rows
     """
-    return -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), largest * b.float().sigmoid()
+    decays, strengths = -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+    return decays, strengths if largest == 1 else strengths * largest
 
 
 @triton.jit
