@@ -332,8 +332,8 @@ def sample(rows: int, dtype: torch.dtype) -> None:
     draw_masked_triton(logits, settings[0], seeds, numbers(rows), lines, numbers(rows))
 
 
-def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:
-    route(empty(64, count, dtype=dtype), Routing(used=used))
+def choose_experts(dtype: torch.dtype, count: int, routing: Routing, corrected: bool = False) -> None:
+    route(empty(64, count, dtype=dtype), routing, empty(count, dtype=FP32) if corrected else None)
 
 
 def pairs_of(name: str, rank: int, dtype: torch.dtype) -> Pairs:
@@ -451,7 +451,10 @@ def of_experts() -> Iterator[Launch]:
         call = partial(mlps, kinds[kind], QWEN3_30B, tokens, dtype, "silu")
         yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
     for dtype, count in product((BF16, FP32), (64, 512)):
-        yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, 8))
+        yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, Routing(8)))
+    by_logits = Routing(8, "sigmoid", corrects_logits=True)
+    yield Launch("routes by corrected logits", partial(choose_experts, FP32, 384, by_logits, True))
+    yield Launch("routes by sparsemixer", partial(choose_experts, BF16, 16, Routing(2, "sparsemixer", nearness=0.02)))
 
 
 def of_group_experts() -> Iterator[Launch]:
