@@ -333,17 +333,45 @@ def test_each_of_the_names_that_the_stacks_of_granitemoe_have(make_llm: Callable
         llm.update_weights({**saved, **stacks_of(own)})
 
 
+@pytest.mark.parametrize("quantization", [None, *whole_only(["fp8", "int4"])])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flat_stacks_of_dbrx_fill_what_single_tensors_fill(
+    ranks: int, quantization: str | None, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Ranks take some columns of a turned matrix; those that split outputs take some of its rows."""
+    sizes = {"hidden_size": 256, "d_model": 256, "head_dim": 64, "vocab_size": 256}
+    ffn = {"moe_num_experts": 3, "moe_top_k": 2, "ffn_hidden_size": 128}
+    case = replace(CASES["dbrx"], settings={**CASES["dbrx"].settings, **sizes, "ffn_config": ffn})
+    single = dict(build(case, tmp_path).state_dict())
+    for name in [name for name in single if ".experts.mlp." in name]:
+        module, _, projection = name.rpartition(".mlp.")
+        for number, matrix in enumerate(single.pop(name).unflatten(0, (3, -1))):
+            single[f"{module}.{number}.{projection}.weight"] = matrix.mT if projection == "w2" else matrix
+    for deterministic in (False, True):
+        how = {"tensor_parallel_size": ranks, "quantization": quantization, "deterministic": deterministic}
+        llm = make_llm(str(tmp_path), device="cpu", kvcache_block_size=16, max_model_len=320, **how)
+        params = greedy(4, ignore_eos=True, prompt_logprobs=0)
+        (flat,) = llm.generate([list(range(20))], params, use_tqdm=False)
+        llm.update_weights(single)
+        (output,) = llm.generate([list(range(20))], params, use_tqdm=False)
+        for ours, expected in zip(output["prompt_logprobs"][1:], flat["prompt_logprobs"][1:], strict=True):
+            assert ours == pytest.approx(expected, abs=1e-4)
+
+
 STACKS = (("experts.gate_up_proj", "experts.down_proj"),)
-NAMES = ExpertTensors("experts.{}", "gate_proj", "up_proj", "down_proj", STACKS)
+FLAT = "experts.gates", "experts.ups", "experts.downs"
+NAMES = ExpertTensors("experts.{}", "gate_proj", "up_proj", "down_proj", STACKS, flat=FLAT)
 
 
-@pytest.mark.parametrize("form", ["one by one", "stacked", "stacked and turned"])
+@pytest.mark.parametrize("form", ["one by one", "stacked", "stacked and turned", "flat"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_shares_make_up_every_expert(size: int, form: str, tmp_path: Path) -> None:
     gates, ups, downs = torch.randn(3, 8, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 8)
     weights = {"experts.gate_up_proj": torch.cat([gates, ups], dim=1), "experts.down_proj": downs}
     if form == "stacked and turned":
         weights = {name: stack.mT.contiguous() for name, stack in weights.items()}
+    elif form == "flat":
+        weights = dict(zip(FLAT, (gates.flatten(0, 1), ups.flatten(0, 1), downs.mT.flatten(0, 1)), strict=True))
     elif form == "one by one":
         projections = {"gate_proj": gates, "up_proj": ups, "down_proj": downs}
         weights = {f"experts.{i}.{key}.weight": x[i].clone() for key, x in projections.items() for i in range(3)}

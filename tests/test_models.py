@@ -20,6 +20,7 @@ from cases.case import LINEAR, LLAMA3, LONGROPE, YARN
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
@@ -458,6 +459,13 @@ def test_the_different_layers_run_alone(
         ("phimoe", {"lm_head_bias": True}, "lm_head_bias=True .*not supported"),
         ("phimoe", {"rope_parameters": YARN}, "rope_type='yarn' .*not supported"),
         ("phimoe longrope", {"rope_parameters": {**MSCALES, "short_mscale": 0}}, "short_mscale=0 .*above 0"),
+        ("dbrx", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0 .*must be rope_parameters', 500000.0"),
+        ("dbrx", {"attn_config": DbrxAttentionConfig(clip_qkv=0)}, "clip_qkv=0 .*must be a number above 0"),
+        ("dbrx", {"num_key_value_heads": 3}, "num_key_value_heads=3 .*must be a divisor of num_attention_heads=4"),
+        ("dbrx", {"ffn_config": DbrxFFNConfig(moe_top_k=5)}, "moe_top_k=5 .*must be at most the number of experts, 4"),
+        ("dbrx", {"ffn_config": DbrxFFNConfig(ffn_hidden_size=0)}, "ffn_hidden_size=0 .*must be an integer"),
+        ("dbrx", {"ffn_config": DbrxFFNConfig(ffn_act_fn={"name": "gelu"})}, "ffn_act_fn={'name': 'gelu'} .*not supp"),
+        ("dbrx", {"ffn_config": DbrxFFNConfig(moe_normalize_expert_weights=2.0)}, "expert_weights=2.0 .*not supported"),
         ("flint", {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\] .*must be layers from 0 to 3"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types .*some layer must be 'full_attention'"),
         ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types .*has 1 entries: .*num_hidden_layers=4"),

@@ -28,6 +28,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": "classics.cohere.describe_cohere2",
     "CohereForCausalLM": "classics.cohere.describe_cohere",
     "CwmForCausalLM": "llama.describe_cwm",
+    "DbrxForCausalLM": "mixtures.dbrx.describe",
     "Dots1ForCausalLM": "mixtures.glm4_moe.describe_dots1",
     "Ernie4_5_MoeForCausalLM": "mixtures.ernie4_5_moe.describe",
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",

@@ -57,6 +57,7 @@ class ModuleNames:
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
     paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
+    flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -86,6 +87,7 @@ class ModuleNames:
     expert_down: str = "down_proj"
     expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     paired_experts: bool = False
+    flat_experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

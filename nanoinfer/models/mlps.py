@@ -85,9 +85,9 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, share.start, len(share))
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
-    tensors = ExpertTensors(
-        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
-    )
+    flat = tuple(prefix + name for name in names.flat_experts)
+    projections = names.expert_gate, names.expert_up, names.expert_down
+    tensors = ExpertTensors(prefix + names.expert, *projections, stacks, names.paired_experts, flat)
     router = RouterTensors(
         tuple(prefix + name for name in names.routers),
         tuple(prefix + name for name in names.corrections) if experts.corrected else (),

@@ -45,7 +45,7 @@ def num_bytes_of(shards: list[Shard]) -> int:
 def tensor_of(shards: list[Shard]) -> Tensor:
     """Return a checkpoint's tensor, in host memory, put together of all that it fills on a single rank."""
     stored = torch.empty(shards[0].stored_shape, dtype=_dtype_of(shards[0]))
-    upright = stored.mT if shards[0].always_turned else stored
+    upright = shards[0].upright(stored)
     for shard in shards:
         part = upright[shard.index]
         if isinstance(shard.target, Tensor):

@@ -79,6 +79,7 @@ class Shard:
     random: the numbers that fill the target if there is no checkpoint
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     always_turned: the stack's matrices are stored as [in, out], never as `shape` says
+    is_flat: the stack's matrices are stored as one: the rows of one after those of another
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
     is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
@@ -99,6 +100,7 @@ class Shard:
     random: Fill = "noise"
     entry: int | None = None
     always_turned: bool = False
+    is_flat: bool = False
     replaces: tuple[str, ...] = ()
     optional: bool = False
     is_constant: bool = False
@@ -136,10 +138,16 @@ class Shard:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the tensor has in a checkpoint; a stack may also be turned, see is_turned."""
-        if not self.always_turned:
-            return self.shape
-        count, rows, columns = self.shape
-        return count, columns, rows
+        shape = self.shape
+        if self.always_turned:
+            count, rows, columns = shape
+            shape = count, columns, rows
+        return (shape[0] * shape[1], *shape[2:]) if self.is_flat else shape
+
+    def upright(self, tensor: Tensor) -> Tensor:
+        """Return a view of a checkpoint's tensor that has the shape that `shape` says."""
+        stack = tensor.unflatten(0, (self.shape[0], -1)) if self.is_flat else tensor
+        return stack.mT if self.is_turned(stack.shape) else stack
 
     @property
     def index(self) -> tuple[slice | int, ...]:

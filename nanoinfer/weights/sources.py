@@ -22,7 +22,7 @@ from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
-from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_of_table
+from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Shard, Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
@@ -240,7 +240,7 @@ class FileSource:
         uploads = Uploads(device_of_table(table), advance)
         for name, tensor, _ in self._tensors():
             if name in table:
-                upright = _Turned(tensor) if table[name][0].is_turned(tensor.get_shape()) else tensor
+                upright = _upright(tensor, table[name][0])
                 for shard in table[name]:
                     uploads.add(shard.target, tensor[...] if shard.takes_all else upright[shard.index])
                 copied.append(name)
@@ -266,6 +266,32 @@ class FileSource:
                     if known is not None:
                         tensor = reader.get_slice(name)
                         yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
+
+
+def _upright(tensor: Any, shard: Shard) -> Any:
+    """Return what reads a tensor as Shard.upright views it. tensor: a slice object of safetensors"""
+    stack = _Stacked(tensor, shard.shape[0]) if shard.is_flat else tensor
+    return _Turned(stack) if shard.is_turned(stack.get_shape()) else stack
+
+
+class _Stacked:
+    """Reads a matrix in a file as a stack of matrices, the rows of one after those of another."""
+
+    def __init__(self, matrix: Any, count: int) -> None:
+        """matrix: a slice object of safetensors; count: of the stack's matrices"""
+        self._matrix, self._count = matrix, count
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the stack."""
+        rows, columns = self._matrix.get_shape()
+        return [self._count, rows // self._count, columns]
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Tensor:
+        entry, rows, columns = index
+        start, stop, _ = rows.indices(self.get_shape()[1])
+        first = entry * self.get_shape()[1]
+        matrix: Tensor = self._matrix[first + start : first + stop, columns]
+        return matrix
 
 
 class _Turned:
@@ -360,7 +386,7 @@ class TensorSource:
         roll = Roll(table, f"{self.what} do not fit the model", is_update=True)
         for name, tensor in self.pairs():
             if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
-                yield name, tensor.mT if table[name][0].is_turned(tensor.shape) else tensor
+                yield name, table[name][0].upright(tensor)
             else:
                 roll.check_names()
             del tensor  # so that it can go before the next one comes

@@ -6,6 +6,9 @@ from cases.case import LONGROPE, YARN, Case
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+DBRX = {"moe_num_experts": 5, "moe_top_k": 2, "ffn_hidden_size": 24}
+WIDE = {"hidden_size": 64, "d_model": 64}  # the experts' config is made of d_model
+
 GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -82,6 +85,26 @@ SPARSE = {
         },
     ),
     "phimoe": Case("PhimoeForCausalLM", "phimoe", {"num_local_experts": 6, "tie_word_embeddings": True}),
+    "dbrx weights as they are": Case(
+        "DbrxForCausalLM",
+        "dbrx",
+        {
+            **WIDE,
+            "num_key_value_heads": 4,
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 5, "rope_theta": 500.0},
+            "ffn_config": {**DBRX, "moe_top_k": 3, "moe_normalize_expert_weights": None},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "dbrx": Case(
+        "DbrxForCausalLM",
+        "dbrx",
+        {
+            **WIDE,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10000.0},
+            "ffn_config": DBRX,
+        },
+    ),
     "flint": Case(
         "FlintForCausalLM",
         "flint",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
-from nanoinfer.weights.shards import Section, Shard, Written
+from nanoinfer.weights.shards import Section, Shard, Target, Written
 
 
 class Rows(Written, Protocol):
@@ -64,6 +65,31 @@ def stack_shards(
             yield Shard(stack, up, gate_up_shape, size + up.start(0), entry=number, replaces=others)
         for stack, others in down_stacks.items():
             yield Shard(stack, down, down_shape, down.start(dim), dim, entry=number, replaces=others)
+    placed = [(rows, rows.start(0)) for rows in halves], [(down, down.start(dim)) for down in downs]
+    yield from flat_shards(tensors, sizes, *placed, dim, stored)
+
+
+def flat_shards(
+    tensors: ExpertTensors,
+    sizes: ExpertSizes,
+    halves: Sequence[tuple[Target, int]],
+    downs: Sequence[tuple[Target, int]],
+    dim: int,
+    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+) -> Iterator[Shard]:
+    """Yield the shards of the flat stacks that a checkpoint may have.
+
+    halves, downs: what they fill, and where that begins in an expert's matrix; dim, stored: as for stack_shards
+    """
+    inward, outward = (sizes.count, sizes.size, sizes.hidden_size), (sizes.count, sizes.hidden_size, sizes.size)
+    projections = tensors.gate, tensors.up, tensors.down
+    for name, projection, placed in zip(tensors.flat, projections, (halves[::2], halves[1::2], downs), strict=False):
+        is_down = projection == tensors.down
+        shape, along = (outward, dim) if is_down else (inward, 0)
+        others = *(tensors.of(projection, number) for number in range(sizes.count)), *stored[is_down]
+        for number, (target, start) in enumerate(placed):
+            shard = Shard(name, target, shape, start, along, entry=number, replaces=others)
+            yield replace(shard, is_flat=True, always_turned=is_down)
 
 
 class ExpertBiases(nn.Module):

@@ -18,12 +18,13 @@ from nanoinfer.weights.shards import Shard
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The names that a checkpoint may give to the tensors of a layer's experts: three for each, or two stacks of all.
+    """The names that a checkpoint may give to the tensors of a layer's experts: three for each, or stacks of all.
 
     expert: the module of one expert; "{}" stands for its number
     gate, up, down: an expert's projections
     stacks: pairs of stacks, by each pair of names that they may have: gates above ups, and downs
     paired: there are only stacks, of one pair of names. They hold matrices as [in, out], each gate beside its up
+    flat: three flat stacks that may be there instead: of gates, of ups, and of downs as [in, out]; empty: no such
     """
 
     expert: str
@@ -32,6 +33,7 @@ class ExpertTensors:
     down: str
     stacks: tuple[tuple[str, str], ...]
     paired: bool = False
+    flat: tuple[str, ...] = ()
 
     def module(self, projection: str, number: int) -> str:
         """Return the name of one expert's projection."""

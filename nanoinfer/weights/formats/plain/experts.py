@@ -14,7 +14,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.order import WeightShape
-from nanoinfer.weights.formats.expert_shards import ExpertBiases
+from nanoinfer.weights.formats.expert_shards import ExpertBiases, flat_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard
 
@@ -97,6 +97,8 @@ class PlainExperts(Experts):
                 yield Shard(stack, up, (count, 2 * size, hidden_size), size + start, entry=number, replaces=others)
             for stack, others in down_stacks.items():
                 yield Shard(stack, down, (count, *outward), first, dim, entry=number, replaces=others)
+        halves = [(half, start) for half in self.gate_up.unflatten(1, (2, -1)).flatten(0, 1)]
+        yield from flat_shards(names, self.sizes, halves, [(down, first) for down in self.down], dim)
 
     @property
     def _down_part(self) -> tuple[int, int]:

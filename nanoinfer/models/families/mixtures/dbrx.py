@@ -1,0 +1,53 @@
+"""DBRX (Databricks, 2024): LayerNorms without biases; queries, keys and values are clamped; all layers have experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.layers.norm import NormKind
+from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.experts import read_experts
+from nanoinfer.models.families.classics.spelling import spelling
+from nanoinfer.models.reading import describe_common
+from nanoinfer.models.settings import positive_or_none, refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAMES = ModuleNames(
+    attention_norm="norm_attn_norm.norm_1",
+    mlp_norm="norm_attn_norm.norm_2",
+    last_norm="model.norm_f",
+    qkv=("norm_attn_norm.attn.Wqkv",),
+    o="norm_attn_norm.attn.out_proj",
+    routers=("ffn.router.layer",),
+    expert="ffn.experts.{}",
+    expert_gate="w1",
+    expert_up="v1",
+    expert_down="w2",
+    expert_stacks=(),
+    flat_experts=("ffn.experts.mlp.w1", "ffn.experts.mlp.v1", "ffn.experts.mlp.w2"),
+)
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe a DBRX. Its authors rotate by attn_config's rope_theta, transformers 5.24 by that of rope_parameters."""
+    attention, ffn = config.attn_config, config.ffn_config
+    refuse(ffn, ffn_act_fn={"name": "silu"}, moe_normalize_expert_weights=1.0)
+    own, common = getattr(attention, "rope_theta", None), config.rope_parameters.get("rope_theta")
+    if own not in (None, common):
+        raise ValueError(
+            f"model: attn_config has rope_theta={own!r} in its config: must be rope_parameters', {common!r}"
+        )
+    layers, is_normalised = (True,) * config.num_hidden_layers, ffn.moe_normalize_expert_weights is not None
+    how = layers, "ffn_hidden_size", is_normalised, None, "moe_num_experts", "moe_top_k"
+    return describe_common(
+        config,
+        activation_field=None,
+        names=NAMES,
+        spelling=spelling("transformer", "wte", "blocks"),
+        norm=NormKind(centred=True),
+        norm_eps=1e-5,
+        qkv_limit=positive_or_none("clip_qkv", attention.clip_qkv),
+        experts=read_experts(ffn, *how),
+    )
