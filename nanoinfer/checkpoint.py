@@ -61,6 +61,11 @@ class Checkpoint:
         model = describe(self.hf_config)
         if (labels := self._count_labels(runner)) is not None:
             model = read_only(model, labels)
+        elif model.is_encoder:
+            raise ValueError(
+                "model: use_bidirectional_attention=True in its config: must be False to generate; with"
+                " runner='pooling', its texts are read"
+            )
         model = replace(model, has_tower=True) if sees else model.without_images()
         if quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, quantization))

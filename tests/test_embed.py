@@ -15,7 +15,7 @@ import torch
 from cases.case import SHAPE
 from cases.readers import END, PROMPTS, TEXTS, change_json, save_sentence_model, spread_norms
 from conftest import of_each_kind, whole_only
-from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config, Qwen3Model
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3Model
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.models.classes import BARE
@@ -331,11 +331,23 @@ def test_each_class_without_a_head(stem: str, make_llm: Callable[..., LLM], tmp_
     np.testing.assert_allclose(ours, torch.nn.functional.normalize(expected).numpy(), atol=1e-4)
 
 
-def test_tokens_that_see_later_ones(tmp_path: Path) -> None:
-    """As EmbeddingGemma's do."""
+def test_tokens_that_see_later_ones(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """As EmbeddingGemma's do, within windows of both directions in most layers."""
+    own = {"initializer_range": 0.2, "sliding_window": 24, "num_hidden_layers": 7, "use_bidirectional_attention": True}
+    config = AutoConfig.for_model("gemma3_text", **{**SHAPE, **own})
+    theirs = AutoModel.from_config(config, attn_implementation="eager").float().eval()
+    spread_norms(theirs)
+    theirs.save_pretrained(tmp_path)
+    prompts = [[3], list(range(2, 40)), list(range(2, 60))]
+    expected = torch.stack([states.mean(dim=0) for states in hidden_of(theirs, prompts)])
+    ours = embed(make_llm(str(tmp_path), **SMALL), prompts)
+    np.testing.assert_allclose(ours, torch.nn.functional.normalize(expected).numpy(), atol=1e-4)
+
+
+def test_tokens_that_see_later_ones_are_not_guessed(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma3_text", **SHAPE, use_bidirectional_attention=True)
-    AutoModel.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="use_bidirectional_attention=True in its config is not supported"):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True in its config: must be False to generate"):
         LLM(str(tmp_path), device="cpu")
 
 

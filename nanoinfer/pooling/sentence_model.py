@@ -38,14 +38,14 @@ class SentenceModel:
     texts: TextSettings | None = None
 
 
-def read_sentence_model(folder: str) -> SentenceModel:
-    """Read the files of a checkpoint; one without modules.json has the last token's hidden state, of length 1.
+def read_sentence_model(folder: str, usual: What = "last") -> SentenceModel:
+    """Read the files of a checkpoint; one without modules.json has the usual hidden state, of length 1.
 
     Raises ValueError, naming it, for what nobody computes here.
     """
     modules = read_modules(folder)
     if not modules:
-        return SentenceModel()
+        return SentenceModel(usual)
     kinds = [module.kind for module in modules]
     normalises = kinds[-1] == "Normalize"
     behind = modules[2:-1] if normalises else modules[2:]

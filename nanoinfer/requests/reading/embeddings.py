@@ -32,7 +32,7 @@ class Embeddings:
     @cached_property
     def model(self) -> SentenceModel:
         """What the checkpoint's files say. Raises ValueError, naming it, for what nobody computes here."""
-        return read_sentence_model(self._config.model)
+        return read_sentence_model(self._config.model, "mean" if self._config.description.is_encoder else "last")
 
     @cached_property
     def _model_texts(self) -> ModelTexts | None:

@@ -8,7 +8,7 @@ from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
+from nanoinfer.models.settings import head_dim_of, positive, positive_or_none
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,9 +39,13 @@ def describe_vaultgemma(config: PretrainedConfig) -> Description:
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
-    """Describe a Gemma 3 model: it has q/k norms by head, and other rotary settings in layers with a window."""
+    """Describe a Gemma 3 model: it has q/k norms by head, and other rotary settings in layers with a window.
+
+    EmbeddingGemma's tokens see those behind them, too.
+    """
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
-    return _describe_windowed(config, NAMES, ropes=tuple(ropes[kind] for kind in config.layer_types), qk_norm="head")
+    own = {"ropes": tuple(ropes[kind] for kind in config.layer_types), "qk_norm": "head"}
+    return _describe_windowed(config, NAMES, is_encoder=bool(config.use_bidirectional_attention), **own)
 
 
 def _describe_capped(config: PretrainedConfig, names: ModuleNames) -> Description:
@@ -62,7 +66,8 @@ def _describe_windowed(config: PretrainedConfig, names: ModuleNames, **own: Any)
 
 
 def _describe(config: PretrainedConfig, activation_field: str, **own: Any) -> Description:
-    refuse(config, use_bidirectional_attention=False)
+    if "is_encoder" not in own:
+        refuse(config, use_bidirectional_attention=False)
     return describe_common(
         config,
         activation_field,

@@ -45,7 +45,7 @@ def describe(config: PretrainedConfig) -> Description:
         config,
         activation_field=None,
         names=NAMES,
-        spelling=spelling("transformer", "wte", "blocks"),
+        spelling=spelling(("transformer",), "wte", "blocks"),
         norm=NormKind(centred=True),
         norm_eps=1e-5,
         qkv_limit=positive_or_none("clip_qkv", attention.clip_qkv),
