@@ -705,7 +705,7 @@ class TestModel:
 
     @pytest.mark.parametrize(
         ("architecture", "model_type"),
-        [("GPT2LMHeadModel", "gpt2"), ("T5ForConditionalGeneration", "t5"), ("FutureForCausalLM", "future")],
+        [("MambaForCausalLM", "mamba"), ("T5ForConditionalGeneration", "t5"), ("FutureForCausalLM", "future")],
     )
     def test_an_unsupported_architecture_names_those_that_are(
         self, architecture: str, model_type: str, tmp_path: Path
@@ -754,7 +754,7 @@ class TestModel:
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             {"layer_types": ["sliding_attention"] * 4},  # without use_sliding_window
-            {"hidden_act": "gelu"},
+            {"hidden_act": "tanh"},
             {"is_causal": False},
         ],
         ids=lambda changes: next(iter(changes)),
