@@ -43,8 +43,8 @@ from nanoinfer.models import describe
 from nanoinfer.models.alibi import alibi_slopes
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import llama
-from nanoinfer.models.mixers import _scoring
 from nanoinfer.models.ranks import check_ranks_in_order
+from nanoinfer.models.self_attention import _scoring
 from nanoinfer.trainer.reference import _find_other
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size

@@ -223,7 +223,7 @@ def test_there_are_as_many_rows_as_the_plan_of_the_memory_says(tiny: LLM) -> Non
 
 class WeightShape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
-    num_heads, output_gate, experts, is_gated = 4, False, None, True
+    num_heads, output_gate, experts, is_gated, is_encoder = 4, False, None, True, False
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
     mlp_sizes, layer_inputs = (16, 16), None

@@ -396,11 +396,19 @@ def test_poolings_as_older_files_name_them(mode: str, what: str, folder: str, tm
     assert read_sentence_model(str(whole)).what == what
 
 
+def test_a_layer_norm_behind_the_pooling(save: Callable[..., str], make_llm: Callable[..., LLM]) -> None:
+    folder = save(norm=True)
+    np.testing.assert_allclose(embed(make_llm(folder, device="cpu"), TEXTS), encode(folder, TEXTS), atol=1e-4)
+    change_json(folder, "2_LayerNorm/config.json", dimension=3)
+    with pytest.raises(ValueError, match="dimension=3: must be 64, as in"):
+        make_llm(folder, device="cpu").embed(TEXTS)
+
+
 def test_modules_that_are_not_there(save: Callable[..., str], make_llm: Callable[..., LLM]) -> None:
     folder = Path(save())
     modules = (folder / "modules.json").read_text("utf-8")
-    (folder / "modules.json").write_text(modules.replace("Normalize", "LayerNorm"), "utf-8")
-    with pytest.raises(ValueError, match="has Transformer, Pooling, LayerNorm: must be"):
+    (folder / "modules.json").write_text(modules.replace("Normalize", "WordWeights"), "utf-8")
+    with pytest.raises(ValueError, match="has Transformer, Pooling, WordWeights: must be"):
         make_llm(str(folder), device="cpu").embed(TEXTS)
 
 

@@ -54,6 +54,7 @@ ENCODERS = {
     "roberta": Encoder("Roberta", "roberta", {"type_vocab_size": 1}),
     "xlm-roberta": Encoder("XLMRoberta", "xlm-roberta", {"layer_norm_eps": 1e-5}),
     "electra": Encoder("Electra", "electra", {"embedding_size": 64}),
+    "electra small": Encoder("Electra", "electra", {"embedding_size": 24}),
     "distilbert": Encoder(
         "DistilBert", "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "activation": "relu"}
     ),
@@ -95,8 +96,8 @@ def means(model: PreTrainedModel) -> np.ndarray:
     return torch.nn.functional.normalize(states).numpy()
 
 
-def embed(llm: LLM) -> np.ndarray:
-    return np.stack([output.embedding for output in llm.embed(prompts(), use_tqdm=False)])
+def embed(llm: LLM, **how: Any) -> np.ndarray:
+    return np.stack([output.embedding for output in llm.embed(prompts(), use_tqdm=False, **how)])
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -109,7 +110,9 @@ def test_an_encoder_equals_transformers(name: str, make_llm: Callable[..., LLM],
         np.testing.assert_allclose(embed(make_llm(str(tmp_path), **SMALL, **options)), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", *whole_only(["roberta", "electra", "distilbert", "mpnet", "modernbert"])])
+@pytest.mark.parametrize(
+    "name", ["bert", *whole_only(["roberta", "electra small", "distilbert", "mpnet", "modernbert"])]
+)
 def test_two_ranks(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     model = build(name, AutoModel, tmp_path)
     llm = make_llm(str(tmp_path), **SMALL, tensor_parallel_size=2)
@@ -274,6 +277,18 @@ class TestOptions:
         llm.update_weights(model.named_parameters())
         np.testing.assert_allclose(embed(llm), means(model), atol=2e-5)
 
+    def test_an_adapter(self, folder: Path, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["query", "value", "intermediate.dense"])
+        model = peft.get_peft_model(AutoModel.from_pretrained(folder), config).eval()
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(tmp_path)
+        llm = make_llm(str(folder), **SMALL, max_adapters=1)
+        llm.load_adapter("mine", str(tmp_path))
+        np.testing.assert_allclose(embed(llm, adapter="mine"), means(model), atol=2e-5)
+
     def test_nothing_is_kept_of_a_text(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(str(folder), **SMALL)
         for _ in range(2):
@@ -308,7 +323,6 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("name", "settings", "message"),
         [
-            ("electra", {"embedding_size": 32}, "embedding_size=32 in its config is not supported"),
             ("bert", {"is_decoder": True}, "is_decoder=True in its config is not supported"),
             ("modernbert", {"classifier_pooling": "mean"}, "classifier_pooling='mean' in its config is not supported"),
         ],

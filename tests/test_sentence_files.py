@@ -168,6 +168,19 @@ class TestTexts:
         assert tokenizer.backend_tokenizer.truncation is None
         assert tokenizer.encode(TEXTS[2]) == before
 
+    def test_the_log_says_once_that_texts_are_cut(
+        self, embedder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ours = make_texts(
+            changed(embedder, tmp_path / "changed", **{TEXTS_FILE: {"max_seq_length": 9}}), text_settings.EMBEDS
+        )
+        assert len(ours.read_text("text", "a", "")) < 9
+        assert not caplog.messages
+        for _ in range(2):
+            ours.read_text("text", TEXTS[2], "")
+        (message,) = caplog.messages
+        assert message.startswith("texts of over 9 tokens are cut, as the files of")
+
     def test_texts_that_the_tokenizer_does_not_take(self, scorers: dict[str, Path], tmp_path: Path) -> None:
         cut = {"processing_kwargs": {"text": {"truncation": "only_second", "max_length": 2}}}
         folder = changed(scorers["text-generation"], tmp_path / "changed", **{TEXTS_FILE: cut})

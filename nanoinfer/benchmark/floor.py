@@ -136,7 +136,10 @@ def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
 
 
 def _pairs(work: Workload, model: Description) -> float:
-    """Count the pairs of a prompt's token and one that it sees, over all layers, times the numbers in their heads."""
+    """Count the pairs of a prompt's token and one that it sees, over all layers, times the numbers in their heads.
+
+    An encoder's token sees as many behind it as before.
+    """
     areas = (
         heads.dim
         * (
@@ -145,7 +148,7 @@ def _pairs(work: Workload, model: Description) -> float:
         )
         for window, heads in zip(model.attention_windows, model.attending, strict=True)
     )
-    return sum(areas)
+    return sum(areas) * (2 if model.is_encoder else 1)
 
 
 def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[int, int]) -> list[Load]:

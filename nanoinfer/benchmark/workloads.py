@@ -49,6 +49,11 @@ GLM_MOE = {
 }  # fmt: skip
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "max_position_embeddings": 2048}
 GPT2 = {"model_type": "gpt2", "max_position_embeddings": 2048}  # twice its own, so that the workloads fit
+BERT = {"model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 512, "pad_token_id": 0}
+XLM_R = {
+    "model_type": "xlm-roberta", "hidden_act": "gelu", "max_position_embeddings": 8194, "pad_token_id": 1,
+    "type_vocab_size": 1,
+}  # fmt: skip
 SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
     "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
@@ -72,6 +77,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         (5120, 32768, 40, 32, 8, 128, False, 131072),
         {**MISTRAL, "rope_theta": 1e8, "sliding_window": None},
     ),
+    "minilm": ((384, 1536, 6, 12, 12, 32, False, 30522), BERT),
+    "bge-m3": ((1024, 4096, 24, 16, 16, 64, False, 250002), XLM_R),
     "gpt2-xl": ((1600, 6400, 48, 25, 25, 64, True, 50257), GPT2),
     "pythia-1.4b": ((2048, 8192, 24, 16, 16, 128, False, 50304), GPT_NEOX),
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
@@ -142,7 +149,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
 }  # published shapes, but for the tiny ones
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertModel",
+    "xlm-roberta": "XLMRobertaModel",
     "gpt_neox": "GPTNeoXForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",

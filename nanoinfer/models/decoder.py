@@ -11,54 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.head_transform import TransformBeforeHead
 from nanoinfer.layers.label_head import LabelHead
-from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
-from nanoinfer.layers.norm import Joint, NormLayer
-from nanoinfer.layers.positions import PositionEmbedding
-from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
+from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.text_head import TextHead
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
-from nanoinfer.models.mixers import Mixer, make_biases, make_mixer
-from nanoinfer.models.mlps import AnyMLP, make_mlp
-from nanoinfer.models.parallel_layer import ParallelLayer
+from nanoinfer.models.inputs import DecoderInputs
+from nanoinfer.models.layers import make_layers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
-from nanoinfer.weights.formats.matrix import LinearMap, Matrix
+from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.shards import Section
-
-
-def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
-    if model.layer_inputs is None:
-        return None
-    how = model.layer_inputs, model.hidden_size, model.activation, tp, model.formats
-    return LayerInputBranch(f"model.layers.{layer}.", layer, *how)
-
-
-def _make_layer_inputs(model: Description, sizes: LayerInputSizes, tp: TensorParallel) -> LayerInputs:
-    shape = model.num_layers, model.vocab_size, model.hidden_size
-    return LayerInputs(sizes, *shape, model.norm_eps, tp, model.formats)
-
-
-def _make_embedding_projection(model: Description) -> LinearMap | None:
-    size = model.embedding_size
-    if size is None:
-        return None
-    section = Section(model.embedding_projection, model.hidden_size, (model.hidden_size, size), 0)
-    return model.formats.make_matrix([section], size, False)
 
 
 def _make_head_transform(model: Description) -> TransformBeforeHead | None:
@@ -68,40 +41,8 @@ def _make_head_transform(model: Description) -> TransformBeforeHead | None:
     return TransformBeforeHead(model.head_transform, *how)
 
 
-class DecoderLayer(nn.Module):
-    """One layer: its branches, each after a joint. The next layer's first joint adds the last branch's result."""
-
-    def __init__(
-        self,
-        mixer_joint: Joint,
-        mixer: Mixer,
-        mlp_joint: Joint,
-        mlp: AnyMLP,
-        input_branch: tuple[Joint, LayerInputBranch] | None,
-    ) -> None:
-        """input_branch: the branch behind the MLP, if the model's layers have one, and the joint before it"""
-        super().__init__()
-        self.mixer_joint, self.mixer = mixer_joint, mixer
-        self.mlp_joint, self.mlp = mlp_joint, mlp
-        self.input_branch = None if input_branch is None else nn.ModuleList(input_branch)
-
-    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        """Run the branches; returns the last one's result, not yet added, and the residual stream.
-
-        x: the previous branch's result, not yet added to residual: the joint adds both and normalises the sum
-        residual: None in the first layer, where x is the embeddings
-        All are [tokens, hidden_size], but for pieces: see Joint.forward.
-        """
-        x, residual = self.mixer(x, residual, self.mixer_joint, context)
-        x, residual = self.mlp(x, residual, self.mlp_joint, context.adapters)
-        if self.input_branch is None:
-            return x, residual
-        joint, branch = self.input_branch
-        return branch(x, residual, joint, context)
-
-
 class Decoder(CausalLM):
-    """A whole model of such layers."""
+    """A whole model."""
 
     def __init__(
         self,
@@ -115,39 +56,12 @@ class Decoder(CausalLM):
         super().__init__(model, max_model_len, backend, tp, head_dtype)
         self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
-        shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
-        other_name, bias = HEAD if model.tied else None, model.tied and model.head_bias
-        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, other_name, bias=bias)
-        self.embedding_projection = _make_embedding_projection(model)
-        # transformers rounds the scale to the embeddings' dtype
-        self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
-        self.layer_inputs = None if model.layer_inputs is None else _make_layer_inputs(model, model.layer_inputs, tp)
+        self.inputs = DecoderInputs(model, tp)
+        self.embedding = self.inputs.embedding
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
-        self.layers = nn.ModuleList()
-        self.positions = None if model.positions is None else PositionEmbedding(model.positions, model.hidden_size, tp)
-        types = model.token_types
-        self.token_types = None if types is None else PositionEmbedding(types, model.hidden_size, tp)
-        self.embedding_norm = None
-        if model.embedding_norm is not None:
-            kind = model.inner_norm or model.norm
-            self.embedding_norm = NormLayer(model.embedding_norm, model.hidden_size, model.norm_eps, kind)
-        joints = _joints(model, tp)
-        scaling = model.query_scaling
-        scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
-        biases = make_biases(model, max_model_len, tp)
-        for layer, rope in enumerate(model.ropes):
-            rotary = None if rope is None else rotaries[rope]
-            mixer = make_mixer(model, layer, rotary, scales, backend, tp, biases)
-            mlp = make_mlp(model, layer, tp)
-            branch = _make_input_branch(model, layer, tp)
-            if model.is_parallel:
-                mlp_norm = _norm(model, layer, model.names.mlp_norm)
-                self.layers.append(ParallelLayer(next(joints), mixer, mlp_norm, mlp, tp))
-                continue
-            of_branches = next(joints), mixer, next(joints), mlp
-            self.layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
-        self.joint = next(joints)
+        layers, self.joint = make_layers(model, max_model_len, rotaries, backend, tp)
+        self.layers = nn.ModuleList(layers)
         self.head_transform = _make_head_transform(model)
         self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
@@ -180,22 +94,7 @@ class Decoder(CausalLM):
         """Compute hidden states, [tokens, hidden_size], from token ids, [tokens] int32."""
         if self.long_rotary is not None:
             context.rotary_rows = self.long_rotary.rows(context)
-        x, residual = self.embedding(token_ids), None
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
-        if self.embedding_projection is not None:  # of another rank's token it makes zeros of zeros
-            x = self.embedding_projection.beside(context.adapters).product(x)
-        if self.positions is not None:
-            x = self.positions(x, context.positions)
-        if self.token_types is not None:
-            x = self.token_types(x, torch.zeros_like(token_ids) if context.types is None else context.types)
-        if context.images is not None:
-            self._put_images(x, context.images)
-        if self.layer_inputs is not None:
-            x = self.tp.all_reduce(x)
-            context.layer_inputs = self.layer_inputs(token_ids, x, context.images, context.adapters)
-        if self.embedding_norm is not None:
-            x = normalize(self.tp.all_reduce(x), self.embedding_norm.norm)
+        x, residual = self.inputs(token_ids, context), None
         deep = [] if context.images is None else context.images.deep
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)
@@ -203,10 +102,6 @@ class Decoder(CausalLM):
                 assert context.images is not None
                 residual.index_add_(0, context.images.places, deep[number])
         return self.joint(x, residual)[0]
-
-    def _put_images(self, x: Tensor, images: ImageContext) -> None:
-        """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
-        x[images.places] = images.embeddings if self.tp.rank == 0 else 0
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:
@@ -244,52 +139,3 @@ class Decoder(CausalLM):
         if self.logit_cap is not None:
             logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
         return logits
-
-
-def _norm(
-    model: Description, layer: int, name: str | None, scale_name: str | None = None, eps: float | None = None
-) -> NormLayer | None:
-    if name is None:
-        return None
-    path = f"model.layers.{layer}.{name}"
-    return NormLayer(path, model.hidden_size, eps or model.norm_eps, model.norm, scale_name=scale_name)
-
-
-def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
-    """Yield the joints in order: one before each branch, and one after the last layer."""
-    if model.post_norm:
-        yield from _joints_behind(model, tp)
-        return
-    names = model.names
-    by_layer = model.layer_names or (names,) * model.num_layers
-    whole = model.is_parallel or any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
-    norm, post_eps = partial(_norm, model), model.post_norm_eps
-    sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
-    is_beside = model.experts is not None and model.experts.beside is not None
-    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
-    for layer, names in enumerate(by_layer):
-        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
-        scale = model.residual_scale
-        if model.is_parallel:
-            sums = True
-            continue
-        yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, scale, whole)
-        post = norm(layer, names.mlp_post_norm, eps=post_eps)
-        sums = not (is_beside and sparse[layer])
-        if model.layer_inputs is not None:
-            yield Joint(post, None, tp, scale, whole, sums)
-            post, sums = norm(layer, model.layer_inputs.post_norm), True
-        stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
-    last = None
-    if names.last_norm is not None:
-        kind = model.last_norm or model.norm
-        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, kind, scale_name=stream)
-    yield Joint(post, last, tp, scale, whole, sums)
-
-
-def _joints_behind(model: Description, tp: TensorParallel) -> Iterator[Joint]:
-    """Yield the joints of a model whose norms stand behind the sums."""
-    yield Joint(None, None, tp, sums=model.embedding_norm is None)
-    for layer in range(model.num_layers):
-        for name in (model.names.attention_norm, model.names.mlp_norm):
-            yield Joint(None, _norm(model, layer, name), tp, model.residual_scale, replaces=True)

@@ -149,6 +149,7 @@ class Description:
     embedding_norm: the name of the norm of the embeddings; None: they have none
     embedding_size: numbers of an embedding, which embedding_projection turns into hidden_size; None: hidden_size
     embedding_projection: that matrix's name
+    projects_last: it has a bias, and stands behind the embeddings' norm
     positions: vectors for positions, which are added to the embeddings; None: the model has none
     token_types: vectors for the first and the second text of a pair, added, too; None: the model has none
     is_encoder: a token sees those behind it, too, and nothing is remembered: texts are read, each in one step
@@ -211,6 +212,7 @@ class Description:
     embedding_norm: str | None = None
     embedding_size: int | None = None
     embedding_projection: str = ""
+    projects_last: bool = False
     positions: PositionTable | None = None
     token_types: PositionTable | None = None
     is_encoder: bool = False

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.cache_layout import Pages, kinds_of
-from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.output_gate import gate_heads
-from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
-from nanoinfer.layers.head_norm import HeadNorm, QKNorms
-from nanoinfer.layers.linear import (
-    ColumnParallelLinear,
-    Projection,
-    RowParallelLinear,
-    side_by_side,
-    unit_by_unit,
-)
-from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.layers.text_attention import BiasTable, TextAttention
+from nanoinfer.layers.text_attention import BiasTable
 from nanoinfer.models.description import Description
-from nanoinfer.models.heads import KVHeads
-from nanoinfer.parallel.shares import share_of
+from nanoinfer.models.self_attention import SelfAttention, over_cache, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.shards import Shard
 
 Mixer: TypeAlias = "SelfAttention | GatedDeltaMixer | ShortConvolutionMixer"
 
@@ -48,188 +30,10 @@ def make_mixer(
     """Make a layer's mixer. rotary, scales, backend, biases: for attention"""
     sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
     if model.is_encoder:
-        return SelfAttention(model, layer, _within_texts(model, layer, rotary, biases, tp), tp)
+        return SelfAttention(model, layer, within_texts(model, layer, rotary, biases, tp), tp)
     if sizes is None:
-        return SelfAttention(model, layer, _over_cache(model, layer, rotary, scales, backend, tp), tp)
+        return SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
     if isinstance(sizes, GatedDelta):
         how = model.hidden_size, model.norm_eps, tp, model.formats
         return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
     return ShortConvolutionMixer(f"{prefix}{sizes.module}.", layer, sizes, tp, model.formats)
-
-
-class SelfAttention(nn.Module):
-    """Grouped-query attention: projects the joint's output to queries, keys and values, attends, and projects back."""
-
-    def __init__(
-        self, model: Description, layer: int, attention: Attention | TextAttention, tp: TensorParallel
-    ) -> None:
-        super().__init__()
-        prefix, heads = f"model.layers.{layer}.", model.kv_heads[layer]
-        self.head_dim = heads.dim
-        self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
-        self.limit = model.qkv_limit
-        self.head_norms = _head_norms(model, heads, prefix, tp)
-        self.gates = len(share_of(model.num_heads, tp.rank, tp.size)) if model.output_gate else 0
-        self.qkv_proj = ColumnParallelLinear(
-            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
-        )
-        self.attention = attention
-        self.o_proj = RowParallelLinear(
-            prefix + model.names.o,
-            model.num_heads * heads.dim,
-            model.hidden_size,
-            tp,
-            model.o_bias,
-            model.formats,
-        )
-
-    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the branch's result, and the residual stream; the next joint adds the two."""
-        projected, residual = self.qkv_proj(x, residual, joint, adapters=context.adapters)
-        if self.limit is not None:
-            projected.clamp_(-self.limit, self.limit)
-        qkv = projected.unflatten(-1, (-1, self.head_dim))
-        if self.head_norms is not None:
-            qkv = self.head_norms(qkv)
-        if self.gates:
-            qkv, gates = qkv.tensor_split([-self.gates], dim=1)
-            heads = gate_heads(self.attention(qkv, context), gates)
-        else:
-            heads = self.attention(qkv, context).flatten(1)
-        return self.o_proj(heads, adapters=context.adapters), residual
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield the shards that a checkpoint may have, although the layer uses another's keys and values."""
-        yield from self.unused
-
-
-def _over_cache(
-    model: Description,
-    layer: int,
-    rotary: RotaryEmbedding | None,
-    scales: Tensor | None,
-    backend: AttentionBackend,
-    tp: TensorParallel,
-) -> Attention:
-    """Return the attention of a decoder's layer."""
-    prefix, memory, heads = f"model.layers.{layer}.", model.memory(tp.size), model.kv_heads[layer]
-    source = layer if heads.source is None else heads.source
-    pages = memory[source]
-    assert isinstance(pages, Pages)
-    return Attention(
-        f"model.layers.{source}.self_attn",
-        tp,
-        source,
-        kinds_of(memory).index(pages),
-        _scoring(model, layer, tp),
-        backend,
-        rotary,
-        scales,
-        _query_and_key_norms(model, heads, prefix, tp),
-        _full_width(model, heads, tp),
-        heads.parts,
-        model.value_norm,
-        model.names.sinks,
-        norm_last=model.qk_norm == "rotated",
-    )
-
-
-def _within_texts(
-    model: Description, layer: int, rotary: RotaryEmbedding | None, biases: BiasTable | None, tp: TensorParallel
-) -> TextAttention:
-    """Return the attention of an encoder's layer."""
-    heads = model.kv_heads[layer]
-    kv_heads = len(share_of(heads.count * heads.dim, tp.rank, tp.size, heads.dim)) // heads.dim
-    norms = _query_and_key_norms(model, heads, f"model.layers.{layer}.", tp)
-    q_norm, k_norm = norms or (None, None)
-    both = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-    return TextAttention(kv_heads, model.attention_scale, model.windows[layer], rotary, both, biases)
-
-
-def make_biases(model: Description, max_model_len: int, tp: TensorParallel) -> BiasTable | None:
-    """Make the biases that all layers of an encoder have; None: it has none."""
-    if model.distance_biases is None:
-        return None
-    share = share_of(model.num_heads, tp.rank, tp.size)
-    return BiasTable(model.distance_biases, share, model.num_heads, max_model_len)
-
-
-def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
-    heads = share_of(model.num_heads, tp.rank, tp.size)
-    slopes = model.alibi[heads.start : heads.stop]
-    return Scoring(
-        model.attention_scale,
-        model.windows[layer],
-        model.score_cap,
-        torch.ones(2, dtype=torch.float32),
-        torch.empty(len(heads), dtype=torch.float32) if model.sinks else None,
-        torch.tensor(slopes, dtype=torch.float32) if slopes else None,
-        whole_images=bool(model.whole_images) and model.whole_images[layer],
-    )
-
-
-def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projection]:
-    """Return where a checkpoint has queries, keys, values, and gates: each head's beside its queries, or apart."""
-    count = len(heads.parts)
-    names = tuple(prefix + name for name in model.names.qkv[:count])
-    units, dim = (model.num_heads, heads.count, heads.count)[:count], heads.dim
-    if model.qkv_layout == "groups":
-        return unit_by_unit(names[0], heads.count, (model.num_heads // heads.count * dim, dim, dim))
-    if model.qkv_layout == "quarters":
-        q, v, k = unit_by_unit(names[0], 4, (model.num_heads // 4 * dim,) * 3)
-        return [q, k, v]
-    if not model.output_gate:
-        return side_by_side(names, units, dim)
-    if model.names.output_gate is not None:
-        return side_by_side((*names, prefix + model.names.output_gate), (*units, model.num_heads), dim)
-    queries, gates = unit_by_unit(names[0], model.num_heads, (dim, dim))
-    return [queries, *side_by_side(names[1:], units[1:], dim), gates]
-
-
-def _unused_shards(model: Description, heads: KVHeads, prefix: str) -> list[Shard]:
-    """Return shards of which a layer needs no row; published checkpoints of Gemma 4 have the tensors."""
-    names, rows = model.names, heads.count * heads.dim
-    none, no_rows = torch.empty(0), torch.empty(0, model.hidden_size)
-    tensors = [
-        (names.k_norm, none, (heads.dim,)),
-        *((name, no_rows, (rows, model.hidden_size)) for name in names.qkv[1:]),
-    ]
-    return [Shard(f"{prefix}{name}.weight", target, shape, optional=True) for name, target, shape in tensors]
-
-
-def _query_and_key_norms(
-    model: Description, heads: KVHeads, prefix: str, tp: TensorParallel
-) -> tuple[NormLayer, NormLayer | None] | None:
-    if model.qk_norm is None:
-        return None
-    kind = replace(model.inner_norm or model.norm, has_bias=False)
-
-    def norm(name: str, count: int) -> NormLayer:
-        path, dim = prefix + name, heads.dim
-        if model.qk_norm != "full":
-            return NormLayer(path, dim, model.norm_eps, kind)
-        share = share_of(count * dim, tp.rank, tp.size, unit=dim)
-        return NormLayer(path, count * dim, model.norm_eps, kind, share.start, len(share))
-
-    k_norm = None if heads.parts == "q" else norm(model.names.k_norm, heads.count)
-    return norm(model.names.q_norm, model.num_heads), k_norm
-
-
-def _head_norms(model: Description, heads: KVHeads, prefix: str, tp: TensorParallel) -> QKNorms | None:
-    norms = model.head_norms
-    if norms is None:
-        return None
-
-    def norm(name: str, count: int) -> HeadNorm:
-        share = share_of(count * heads.dim, tp.rank, tp.size, unit=heads.dim)
-        own = range(share.start // heads.dim, share.stop // heads.dim)
-        return HeadNorm(norms, prefix + name, own, count, heads.dim, model.norm_eps)
-
-    return QKNorms(norm(norms.q, model.num_heads), norm(norms.k, heads.count))
-
-
-def _full_width(model: Description, heads: KVHeads, tp: TensorParallel) -> FullWidth | None:
-    if model.qk_norm != "full":
-        return None
-    copies = max(tp.size // heads.count, 1)
-    return FullWidth(model.num_heads * heads.dim, heads.count * heads.dim, copies, tp)

@@ -15,7 +15,6 @@ from nanoinfer.pooling.activations import Vector, find_activation
 from nanoinfer.pooling.files import Module, read_settings
 
 WEIGHTS_FILE = "model.safetensors"
-WEIGHT, BIAS = "linear.weight", "linear.bias"
 TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default
 ON_EMBEDDINGS = dict.fromkeys(("module_input_name", "module_output_name"), ("sentence_embedding",))
 KNOWN = ("in_features", "out_features", "bias", "activation_function")
@@ -39,7 +38,7 @@ class Dense:
         config = read_settings(file)
         check_settings(str(file), config, KNOWN, {"use_residual": (False,), **ON_EMBEDDINGS})
         activation = find_activation(f"{file}: activation_function", config.get("activation_function", TANH))
-        weight, bias = _read_weights(module.folder / WEIGHTS_FILE)
+        weight, bias = read_weights(module.folder / WEIGHTS_FILE, "linear")
         sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1], "bias": bias is not None}
         for name, size in sizes.items():
             if config.get(name, size) != size:
@@ -51,12 +50,13 @@ class Dense:
         return self.activation(self.weight @ x + self.bias)
 
 
-def _read_weights(file: Path) -> tuple[Vector, Vector | None]:
-    """Return the weight, and the bias if there is one."""
+def read_weights(file: Path, name: str) -> tuple[Vector, Vector | None]:
+    """Return the weight, and the bias if there is one. Raises ValueError if the file lacks it. name: of both"""
+    known = [f"{name}.weight", f"{name}.bias"]
     try:
         tensors = {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError, TypeError) as error:
         raise ValueError(f"{file}: cannot be read: {error!r}") from error
-    if WEIGHT not in tensors or not tensors.keys() <= {WEIGHT, BIAS}:
-        raise ValueError(f"{file} has {', '.join(tensors) or 'nothing'}: must have {WEIGHT}, and may have {BIAS}")
-    return tensors[WEIGHT], tensors.get(BIAS)
+    if known[0] not in tensors or not tensors.keys() <= {*known}:
+        raise ValueError(f"{file} has {', '.join(tensors) or 'nothing'}: must have {known[0]}, and may have {known[1]}")
+    return tensors[known[0]], tensors.get(known[1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanoinfer.checks import check_settings
 from nanoinfer.pooling.dense import ON_EMBEDDINGS, Dense
 from nanoinfer.pooling.files import MODULES_FILE, Module, read_modules, read_settings
+from nanoinfer.pooling.layer_norm import LayerNorm
 from nanoinfer.pooling.model_settings import EMBEDS, ModelSettings
 from nanoinfer.pooling.read import What
 from nanoinfer.pooling.text_settings import EMBEDS as TASK
@@ -18,6 +20,7 @@ KNOWN = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", *(OL
 POOLINGS: dict[str, What] = {
     "cls": "first", "lasttoken": "last", "mean": "mean", "max": "max", "weightedmean": "weighted",
 }  # fmt: skip
+BEHIND: dict[str, Callable[[Module], Dense | LayerNorm]] = {"Dense": Dense.open, "LayerNorm": LayerNorm.open}
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,14 @@ class SentenceModel:
     """What comes before the first layer and behind the last norm.
 
     what: how hidden states become one
-    denses: applied to it, one after another
+    behind: applied to it, one after another
     normalises: the embedding's length becomes 1
     settings: prompts and a cut of the first numbers
     texts: what becomes of texts; None: the tokenizer decides alone
     """
 
     what: What = "last"
-    denses: tuple[Dense, ...] = ()
+    behind: tuple[Dense | LayerNorm, ...] = ()
     normalises: bool = True
     settings: ModelSettings = field(default_factory=ModelSettings)
     texts: TextSettings | None = None
@@ -49,16 +52,16 @@ def read_sentence_model(folder: str, usual: What = "last") -> SentenceModel:
     kinds = [module.kind for module in modules]
     normalises = kinds[-1] == "Normalize"
     behind = modules[2:-1] if normalises else modules[2:]
-    if kinds[:2] != ["Transformer", "Pooling"] or any(module.kind != "Dense" for module in behind):
+    if kinds[:2] != ["Transformer", "Pooling"] or any(module.kind not in BEHIND for module in behind):
         raise ValueError(
-            f"model={folder!r}: its {MODULES_FILE} has {', '.join(kinds)}: must be Transformer, Pooling, Dense modules"
-            " and Normalize, of which the last two may be missing"
+            f"model={folder!r}: its {MODULES_FILE} has {', '.join(kinds)}: must be Transformer, Pooling, Dense or"
+            " LayerNorm modules, and Normalize, of which the last two may be missing"
         )
     if normalises:
         file = modules[-1].settings_file
         check_settings(str(file), read_settings(file), (), ON_EMBEDDINGS)
-    what, denses = _read_pooling(modules[1]), tuple(map(Dense.open, behind))
-    return SentenceModel(what, denses, normalises, ModelSettings.read(folder, EMBEDS), TextSettings.read(folder, TASK))
+    what, opened = _read_pooling(modules[1]), tuple(BEHIND[module.kind](module) for module in behind)
+    return SentenceModel(what, opened, normalises, ModelSettings.read(folder, EMBEDS), TextSettings.read(folder, TASK))
 
 
 def _read_pooling(module: Module) -> What:

@@ -27,6 +27,7 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import norm_rotate_store
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.attention.texts import attend_to_texts_triton
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
@@ -316,6 +317,12 @@ def convolve_and_norm() -> None:
     gated_norm(attended, gates, empty(HEAD), 1e-6)
 
 
+def read_texts(head_dim: int, window: int | None, has_biases: bool, dtype: torch.dtype = BF16) -> None:
+    """Attend as an encoder does; of twelve heads, and 300 tokens."""
+    qkv, biases = empty(300, 36, head_dim, dtype=dtype), empty(12, 1023) if has_biases else None
+    attend_to_texts_triton(*qkv.split(12, dim=1), [100, 200], numbers(3), 0.1, window, biases)
+
+
 def normalise(size: int, dtype: torch.dtype, centred: bool = False) -> None:
     x, norm = empty(300, size, dtype=dtype), norm_of(size, dtype, centred)
     normalize(x, norm)
@@ -523,6 +530,10 @@ def of_the_rest() -> Iterator[Launch]:
     yield Launch("around the delta rule", convolve_and_norm)
     for size, dtype in ((1024, BF16), (5376, BF16), *product((4096, 12288), (BF16, FP32))):
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
+    for head_dim, window, has_biases in ((32, None, False), (64, 65, False), (64, None, True), (256, 257, False)):
+        call = partial(read_texts, head_dim, window, has_biases)
+        yield Launch(f"texts, {head_dim=}, {window=}, {has_biases=}", call, often_if(head_dim == 64))
+    yield Launch("texts in float32", partial(read_texts, 256, 65, True, FP32))
     yield Launch("LayerNorms of 4096", partial(normalise, 4096, BF16, centred=True))
     yield Launch("activations", lambda: [activate(empty(300, 8192, dtype=BF16), name) for name in get_args(Function)])
     yield Launch("xIELU", lambda: xielu(empty(300, 8192, dtype=BF16), empty(4, dtype=FP32)))

@@ -34,9 +34,13 @@ def save_sentence_model(
     pooling: str = "lasttoken",
     normalises: bool = True,
     dense: dict[str, Any] | None = None,
+    norm: bool = False,
     **settings: Any,
 ) -> str:
-    """Save a checkpoint as sentence-transformers does; returns its folder. dense: Dense's arguments, if there is one"""
+    """Save a checkpoint as sentence-transformers does; returns its folder.
+
+    dense: Dense's arguments, if there is one; norm: there is a LayerNorm of random numbers
+    """
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     sentence_transformers = pytest.importorskip("sentence_transformers")
     bare = folder / "bare"
@@ -45,6 +49,10 @@ def save_sentence_model(
     parts = [modules.Transformer(str(bare)), modules.Pooling(model.config.hidden_size, pooling)]
     if dense is not None:
         parts.append(modules.Dense(in_features=model.config.hidden_size, **dense))
+    if norm:
+        parts.append(modules.LayerNorm(model.config.hidden_size))
+        for parameter in parts[-1].parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     parts += [modules.Normalize()] * normalises
     whole = folder / "whole"
     sentence_transformers.SentenceTransformer(modules=parts, device="cpu", **settings).save(str(whole))

@@ -16,8 +16,6 @@ from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait
 
 STEP = 16  # tokens: on the CPU, texts whose lengths differ by fewer are one batch
 AT_ONCE = 4096  # tokens of a batch
-BLOCK_M = 64  # queries of a program
-BLOCK_N = 64  # keys at a time
 
 
 def attend_to_texts(
@@ -114,9 +112,10 @@ def attend_to_texts_triton(
     """attend_to_texts as one launch."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
+    block_m, block_n, stages = _tile(head_dim * q.itemsize)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k.stride() == v.stride()
-    _text_kernel[(cdiv(max(lens), BLOCK_M), len(lens), heads)](
+    _text_kernel[(cdiv(max(lens), block_m), len(lens), heads)](
         q,
         k,
         v,
@@ -131,14 +130,21 @@ def attend_to_texts_triton(
         GROUP=heads // k.shape[1],
         HEAD_DIM=head_dim,
         WINDOW=window,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         num_warps=4,
-        num_stages=2,
+        num_stages=stages,
         **launch_options(q),
     )
     return out
+
+
+def _tile(head_bytes: int) -> tuple[int, int, int]:
+    """Return the queries of a program, the keys at a time, and how many of these are on their way at once."""
+    if head_bytes <= 256:
+        return 64, 64, 2
+    return (32, 32, 2) if head_bytes <= 512 else (16, 32, 1)
 
 
 @triton.jit(do_not_specialize=["most"])

@@ -49,8 +49,8 @@ class Embeddings:
     @property
     def _width(self) -> int:
         """How many numbers an embedding has that is not cut."""
-        denses = self.model.denses
-        return len(denses[-1].bias) if denses else self._config.description.hidden_size
+        behind = self.model.behind
+        return len(behind[-1].bias) if behind else self._config.description.hidden_size
 
     def check_dimensions(self, dimensions: int | None) -> int | None:
         """Return how many numbers a call's embeddings keep. Raises ValueError if the model does not allow it."""
@@ -97,8 +97,8 @@ class Embeddings:
 
     def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None, normalize: bool | None) -> Vector:
         x = (pooled / self.read.divisor(tokens)).astype(np.float32, copy=False)
-        for dense in self.model.denses:
-            x = dense(x)
+        for module in self.model.behind:
+            x = module(x)
         normalizes = self.model.normalises if normalize is None else normalize
         x = _with_length_1(x[:dimensions]) if normalizes else x[:dimensions]
         return x if dimensions is not None else x[: self.model.settings.truncate_dim]

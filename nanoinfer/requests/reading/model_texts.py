@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -15,6 +16,8 @@ from nanoinfer.requests.text.texts import TextTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("nanoinfer")
 
 FILLERS = "0", "1 2 3 4"  # texts of which no token is alike: what chats of them end with alike is the template's
 MOST_SHOWN = 60  # characters of a text in an error message
@@ -31,6 +34,7 @@ class ModelTexts:
 
     def __init__(self, config: Config, texts: TextTokenizer, settings: TextSettings) -> None:
         self._config, self._texts, self._settings = config, texts, settings
+        self._has_told = False  # that texts are cut
         self._end_of = lru_cache(MOST_ENDS)(self._find_end)
 
     @property
@@ -82,10 +86,14 @@ class ModelTexts:
         if self._most_tokens is not None:
             cut = {"truncation": self._settings.cut, "max_length": self._most_tokens}
         try:
-            return self._tokenizer.encode(*texts, add_special_tokens=special, **cut)
+            token_ids = self._tokenizer.encode(*texts, add_special_tokens=special, **cut)
         except Exception as error:  # a text has half a surrogate pair, or a pair is too long where one text is cut
             shown = short(texts[-1], MOST_SHOWN)
             raise ValueError(f"{name} is {shown}: the tokenizer does not take it: {error}") from None
+        if len(token_ids) == self._most_tokens and not self._has_told:
+            self._has_told = True
+            log.warning("texts of over %d tokens are cut, as the files of %r say", len(token_ids), self._texts.folder)
+        return token_ids
 
     def _encode_chat(self, name: str, turns: tuple[Turn, ...], before: str) -> list[int]:
         """Return the tokens of a chat; of one that is cut, the last ones may be the template's all the same."""

@@ -53,7 +53,7 @@ def plan_offload(
     """
     asked, device = config.kv_offload_gib, kv_cache.device
     is_default = device.type == "cuda" and config.starts_ranks  # a trainer wants its processes' memory itself
-    if asked == 0 or (asked is None and not is_default):
+    if asked == 0 or (asked is None and not is_default) or not config.cache_layout.groups:
         return None
     num_bytes = min(free_bytes() * SHARE_OF_FREE, MOST_BYTES) if asked is None else asked * 2**30
     slots = tp.min(int(num_bytes / (config.tensor_parallel_size * config.data_parallel_size) // block_bytes), device)

@@ -42,9 +42,11 @@ def describe_roberta(config: PretrainedConfig) -> Description:
 
 
 def describe_electra(config: PretrainedConfig) -> Description:
-    """Describe an ELECTRA whose embeddings are as wide as its layers."""
-    refuse(config, embedding_size=config.hidden_size)
-    return describe_kin(config, "electra", text_head=replace(PAIR_HEAD, activation="gelu"))
+    """Describe an ELECTRA, whose embeddings may be smaller than its layers."""
+    own: dict[str, Any] = {"text_head": replace(PAIR_HEAD, activation="gelu")}
+    if (size := size_of(config, "embedding_size")) != config.hidden_size:
+        own |= {"embedding_size": size, "embedding_projection": "model.embeddings_project", "projects_last": True}
+    return describe_kin(config, "electra", **own)
 
 
 def describe_kin(config: PretrainedConfig, prefix: str, first: int = 0, **own: Any) -> Description:
@@ -78,5 +80,6 @@ def describe_kin(config: PretrainedConfig, prefix: str, first: int = 0, **own: A
 def spelling(prefix: str, tokens: str, layers: str) -> Spelling:
     """Return the spelling of names that may lack the encoder's own, which is `prefix`."""
     ours = [(tokens, "model.embed_tokens."), (layers, "model.layers.")]
-    ours += [(f"{name}.", f"model.{name}.") for name in ("embeddings", "encoder", "pooler", "final_norm")]
+    ours += [(f"{name}.", f"model.{name}.") for name in ("embeddings", "embeddings_project", "encoder", "pooler")]
+    ours.append(("final_norm.", "model.final_norm."))
     return Spelling((*((f"{prefix}.{begin}", known) for begin, known in ours), *ours), unread=UNREAD)

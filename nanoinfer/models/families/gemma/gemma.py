@@ -8,7 +8,7 @@ from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive, positive_or_none
+from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,0 +1,83 @@
+"""DecoderInputs: what a model's first layer reads: embeddings, and what is added to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.kernels.norm.norm import normalize
+from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.layer_inputs import LayerInputs
+from nanoinfer.layers.norm import NormLayer
+from nanoinfer.layers.positions import PositionEmbedding
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.formats.matrix import LinearMap
+from nanoinfer.weights.shards import Section
+
+
+class DecoderInputs(nn.Module):
+    """Looks up embeddings, scales and projects them, adds positions and types, puts in images', and normalises.
+
+    Each rank has its part of them, which the first joint adds up, unless something before needs whole vectors.
+    """
+
+    def __init__(self, model: Description, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
+        other_name, bias = HEAD if model.tied else None, model.tied and model.head_bias
+        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, other_name, bias=bias)
+        # transformers rounds the scale to the embeddings' dtype
+        self.scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
+        self.projection, self.projects_last = _make_projection(model), model.projects_last
+        width = shape[1] if model.projects_last else model.hidden_size
+        self.positions = None if model.positions is None else PositionEmbedding(model.positions, width, tp)
+        self.types = None if model.token_types is None else PositionEmbedding(model.token_types, width, tp)
+        self.layer_inputs = _make_layer_inputs(model, tp)
+        self.norm = None
+        if model.embedding_norm is not None:
+            kind = model.inner_norm or model.norm
+            self.norm = NormLayer(model.embedding_norm, width, model.norm_eps, kind)
+
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """Return [tokens, hidden_size] of token ids, [tokens] int32; sets context.layer_inputs, if layers have some."""
+        x: Tensor = self.embedding(token_ids)
+        if self.scale != 1:
+            x = x * self.scale
+        if self.projection is not None and not self.projects_last:  # of another rank's token it makes zeros of zeros
+            x = self.projection.beside(context.adapters).product(x)
+        if self.positions is not None:
+            x = self.positions(x, context.positions)
+        if self.types is not None:
+            x = self.types(x, torch.zeros_like(token_ids) if context.types is None else context.types)
+        if context.images is not None:
+            self._put_images(x, context.images)
+        if self.layer_inputs is not None:
+            x = self.tp.all_reduce(x)
+            context.layer_inputs = self.layer_inputs(token_ids, x, context.images, context.adapters)
+        if self.norm is not None:
+            x = normalize(self.tp.all_reduce(x), self.norm.norm)
+        if self.projection is not None and self.projects_last:
+            x = self.projection.beside(context.adapters).product(x)
+        return x
+
+    def _put_images(self, x: Tensor, images: ImageContext) -> None:
+        """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
+        x[images.places] = images.embeddings if self.tp.rank == 0 else 0
+
+
+def _make_projection(model: Description) -> LinearMap | None:
+    size = model.embedding_size
+    if size is None:
+        return None
+    section = Section(model.embedding_projection, model.hidden_size, (model.hidden_size, size), 0)
+    return model.formats.make_matrix([section], size, model.projects_last)
+
+
+def _make_layer_inputs(model: Description, tp: TensorParallel) -> LayerInputs | None:
+    if model.layer_inputs is None:
+        return None
+    shape = model.num_layers, model.vocab_size, model.hidden_size
+    return LayerInputs(model.layer_inputs, *shape, model.norm_eps, tp, model.formats)

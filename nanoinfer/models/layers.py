@@ -1,0 +1,153 @@
+"""The layers of a decoder, and the joints that add up the results of their branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor, nn
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context
+from nanoinfer.layers.layer_inputs import LayerInputBranch
+from nanoinfer.layers.norm import Joint, NormLayer, add_branches
+from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
+from nanoinfer.models.description import Description
+from nanoinfer.models.mixers import Mixer, make_mixer
+from nanoinfer.models.mlps import AnyMLP, make_mlp
+from nanoinfer.models.self_attention import make_biases
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+
+Rotaries = dict[Rope, RotaryEmbedding]
+
+
+class DecoderLayer(nn.Module):
+    """One layer: its branches, each after a joint. The next layer's first joint adds the last branch's result."""
+
+    def __init__(
+        self,
+        mixer_joint: Joint,
+        mixer: Mixer,
+        mlp_joint: Joint,
+        mlp: AnyMLP,
+        input_branch: tuple[Joint, LayerInputBranch] | None,
+    ) -> None:
+        """input_branch: the branch behind the MLP, if the model's layers have one, and the joint before it"""
+        super().__init__()
+        self.mixer_joint, self.mixer = mixer_joint, mixer
+        self.mlp_joint, self.mlp = mlp_joint, mlp
+        self.input_branch = None if input_branch is None else nn.ModuleList(input_branch)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """Run the branches; returns the last one's result, not yet added, and the residual stream.
+
+        x: the previous branch's result, not yet added to residual: the joint adds both and normalises the sum
+        residual: None in the first layer, where x is the embeddings
+        All are [tokens, hidden_size], but for pieces: see Joint.forward.
+        """
+        x, residual = self.mixer(x, residual, self.mixer_joint, context)
+        x, residual = self.mlp(x, residual, self.mlp_joint, context.adapters)
+        if self.input_branch is None:
+            return x, residual
+        joint, branch = self.input_branch
+        return branch(x, residual, joint, context)
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose branches read the same stream, through one norm or each its own (Wang and Komatsuzaki, 2021).
+
+        residual --+--> the joint's norm --> mixer --+--> the layer's result
+                   '--> MLP's norm --------> MLP ----'
+
+    The ranks' parts of both results are added up at once, by the next joint.
+    """
+
+    def __init__(self, joint: Joint, mixer: Mixer, mlp_norm: NormLayer | None, mlp: AnyMLP, tp: TensorParallel) -> None:
+        """mlp_norm: None: the joint's norm is the MLP's, too; the joint's stream is whole on every rank"""
+        super().__init__()
+        self.mixer_joint, self.mixer = joint, mixer
+        self.mlp_joint, self.mlp = Joint(None, mlp_norm or joint.pre, tp, sums=False), mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """Run both branches; returns the sum of their results, not yet added, and the residual stream.
+
+        x, residual: as for DecoderLayer.forward
+        """
+        x, residual = self.mixer(x, residual, self.mixer_joint, context)
+        y, _ = self.mlp(residual, None, self.mlp_joint, context.adapters)
+        return add_branches(x, y), residual
+
+
+def make_layers(
+    model: Description, max_model_len: int, rotaries: Rotaries, backend: AttentionBackend, tp: TensorParallel
+) -> tuple[list[DecoderLayer | ParallelLayer], Joint]:
+    """Make the layers, and the joint behind the last one. rotaries: by the layers' ropes"""
+    joints, layers = _joints(model, tp), list[DecoderLayer | ParallelLayer]()
+    scaling, biases = model.query_scaling, make_biases(model, max_model_len, tp)
+    scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
+    for layer, rope in enumerate(model.ropes):
+        rotary = None if rope is None else rotaries[rope]
+        mixer = make_mixer(model, layer, rotary, scales, backend, tp, biases)
+        mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
+        if model.is_parallel:
+            layers.append(ParallelLayer(next(joints), mixer, _norm(model, layer, model.names.mlp_norm), mlp, tp))
+            continue
+        of_branches = next(joints), mixer, next(joints), mlp
+        layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
+    return layers, next(joints)
+
+
+def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
+    if model.layer_inputs is None:
+        return None
+    how = model.layer_inputs, model.hidden_size, model.activation, tp, model.formats
+    return LayerInputBranch(f"model.layers.{layer}.", layer, *how)
+
+
+def _norm(
+    model: Description, layer: int, name: str | None, scale_name: str | None = None, eps: float | None = None
+) -> NormLayer | None:
+    if name is None:
+        return None
+    path = f"model.layers.{layer}.{name}"
+    return NormLayer(path, model.hidden_size, eps or model.norm_eps, model.norm, scale_name=scale_name)
+
+
+def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
+    """Yield the joints in order: one before each branch, and one after the last layer."""
+    if model.post_norm:
+        yield from _joints_behind(model, tp)
+        return
+    names = model.names
+    by_layer = model.layer_names or (names,) * model.num_layers
+    whole = model.is_parallel or any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
+    norm, post_eps = partial(_norm, model), model.post_norm_eps
+    sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
+    is_beside = model.experts is not None and model.experts.beside is not None
+    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
+    for layer, names in enumerate(by_layer):
+        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
+        scale = model.residual_scale
+        if model.is_parallel:
+            sums = True
+            continue
+        yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, scale, whole)
+        post = norm(layer, names.mlp_post_norm, eps=post_eps)
+        sums = not (is_beside and sparse[layer])
+        if model.layer_inputs is not None:
+            yield Joint(post, None, tp, scale, whole, sums)
+            post, sums = norm(layer, model.layer_inputs.post_norm), True
+        stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
+    last = None
+    if names.last_norm is not None:
+        kind = model.last_norm or model.norm
+        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, kind, scale_name=stream)
+    yield Joint(post, last, tp, scale, whole, sums)
+
+
+def _joints_behind(model: Description, tp: TensorParallel) -> Iterator[Joint]:
+    """Yield the joints of a model whose norms stand behind the sums."""
+    yield Joint(None, None, tp, sums=model.embedding_norm is None)
+    for layer in range(model.num_layers):
+        for name in (model.names.attention_norm, model.names.mlp_norm):
+            yield Joint(None, _norm(model, layer, name), tp, model.residual_scale, replaces=True)
