@@ -138,6 +138,37 @@ def test_classifiers_read_the_first_token(name: str, make_llm: Callable[..., LLM
     assert [output.label for output in outputs] == [f"LABEL_{label}" for label in expected.argmax(axis=1)]
 
 
+GEMMA = {
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"sliding_window": 9, "sliding_window_pattern": 3, "hidden_size_per_layer_input": 12, "embedding_dim": 40},
+    **{"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("embedding_gemma2", 1), *whole_only([("embedding_gemma2", 2), ("embedding_gemma2_text", 1)])]
+)
+def test_embedding_gemma_2(kind: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Inputs of layers come from embeddings alone, heads differ by layer, and each token's result is projected."""
+    torch.manual_seed(0)
+    alone = {"text_config": GEMMA, "vision_config": None, "audio_config": None}
+    config = AutoConfig.for_model(kind, **(GEMMA if kind.endswith("text") else alone))
+    model = AutoModel.from_config(config, attn_implementation="eager").float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    llm = make_llm(str(tmp_path), **SMALL, tensor_parallel_size=ranks)
+    np.testing.assert_allclose(embed(llm), means(model), atol=2e-5)
+    assert len(llm.embed([[5]], dimensions=40, use_tqdm=False)[0].embedding) == 40
+
+
 def test_every_class_is_tried() -> None:
     assert {case.stem for case in ENCODERS.values()} == set(STEMS)
 

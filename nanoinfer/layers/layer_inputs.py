@@ -26,12 +26,13 @@ class LayerInputSizes:
     """The sizes of the inputs, and the names that a checkpoint gives to what makes them and what uses them.
 
     size: numbers that a layer gets for a token
+    embedding: None: there is none, and projections make the inputs alone
     embedding, projection, norm: of the whole model; gate, output, post_norm: of a layer, without its prefix
     image_token: whose embedding for the layers images' placeholders get
     """
 
     size: int
-    embedding: str
+    embedding: str | None
     projection: str
     norm: str
     gate: str
@@ -62,7 +63,9 @@ class LayerInputs(nn.Module):
         super().__init__()
         self.tp, self.size, self.image_token = tp, sizes.size, sizes.image_token
         total = num_layers * sizes.size
-        self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
+        self.embedding = None
+        if sizes.embedding is not None:
+            self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
         section = Section(sizes.projection, total, (total, hidden_size), 0)
         self.projection: LinearMap = formats.make_matrix([section], hidden_size, False)
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
@@ -77,11 +80,14 @@ class LayerInputs(nn.Module):
         x: [tokens, hidden_size], their usual embeddings, scaled, or images', whole on every rank
         images, adapters: the step's
         """
+        projected = self.projection.beside(adapters).product(x).view(-1, self.size)
+        made = normalize(projected, self.norm.norm).view(len(token_ids), -1, self.size)
+        if self.embedding is None:
+            return made
         if images is not None:
             token_ids = token_ids.index_fill(0, images.places, self.image_token)
         own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
-        projected = self.projection.beside(adapters).product(x).view(-1, self.size)
-        return normalize(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)
+        return made.add_(own).mul_(0.5**0.5)
 
 
 class LayerInputBranch(nn.Module):

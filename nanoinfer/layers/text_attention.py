@@ -71,11 +71,15 @@ class TextAttention(nn.Module):
         rotary: RotaryEmbedding | None,
         norms: tuple[NormLayer, NormLayer] | None,
         biases: BiasTable | None,
+        value_norm: bool = False,
     ) -> None:
-        """kv_heads: the rank's heads of keys; window, biases: as for attend_to_texts; norms: of queries, and of keys"""
+        """kv_heads: the rank's heads of keys; window, biases: as for attend_to_texts; norms: of queries, and of keys
+
+        value_norm: as for norm_rotate_store
+        """
         super().__init__()
         self.kv_heads, self.scale, self.window = kv_heads, scale, window
-        self.rotary, self.biases = rotary, biases
+        self.rotary, self.biases, self.value_norm = rotary, biases, value_norm
         self.norms = None if norms is None else nn.ModuleList(norms)
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None else norms[1].norm
@@ -100,7 +104,7 @@ class TextAttention(nn.Module):
         how = self.q_norm, self.k_norm, None, None if rotary is None else rotary.cos_sin
         how_rotated = rotary is not None and rotary.interleaved, None, context.rotary_rows
         if not qkv.is_cuda:
-            return norm_rotate_reference(qkv, heads, *how, *how_rotated)
+            return norm_rotate_reference(qkv, heads, *how, *how_rotated, value_norm=self.value_norm)
         k, v = torch.empty((2, 1, len(qkv), self.kv_heads, qkv.shape[2]), dtype=qkv.dtype, device=qkv.device)
         slots = torch.arange(len(qkv), dtype=torch.int32, device=qkv.device)
-        return norm_rotate_store(qkv, *how, *how_rotated, k, v, slots), k[0], v[0]
+        return norm_rotate_store(qkv, *how, *how_rotated, k, v, slots, value_norm=self.value_norm), k[0], v[0]

@@ -114,6 +114,8 @@ ENCODERS = {
     "BertModel": "encoders.bert.describe_bert",
     "DistilBertModel": "encoders.distilbert.describe",
     "ElectraModel": "encoders.bert.describe_electra",
+    "EmbeddingGemma2Model": "multimodal.describe_embedding_gemma2",
+    "EmbeddingGemma2TextModel": "encoders.embedding_gemma2.describe",
     "ModernBertModel": "encoders.modernbert.describe",
     "MPNetModel": "encoders.mpnet.describe",
     "RobertaModel": "encoders.bert.describe_roberta",

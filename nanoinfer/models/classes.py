@@ -24,6 +24,7 @@ CLASSIFIERS = {
 
 STEMS = ("Bert", "DistilBert", "Electra", "ModernBert", "MPNet", "Roberta", "XLMRoberta")
 ENCODERS = {f"{stem}{kind}": f"{stem}Model" for stem in STEMS for kind in ("Model", "ForMaskedLM")}
+ENCODERS |= {name: name for name in ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")}
 """Maps an encoder, with or without a head that guesses tokens, to the class that stands for both."""
 
 ENCODING_CLASSIFIERS = {f"{stem}ForSequenceClassification": f"{stem}Model" for stem in STEMS}

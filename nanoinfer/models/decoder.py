@@ -30,8 +30,16 @@ from nanoinfer.models.inputs import DecoderInputs
 from nanoinfer.models.layers import make_layers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
-from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.matrix import LinearMap, Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.shards import Section
+
+
+def _make_result_projection(model: Description) -> LinearMap | None:
+    if model.result_size is None:
+        return None
+    section = Section(model.result_projection, model.result_size, (model.result_size, model.hidden_size), 0)
+    return model.formats.make_matrix([section], model.hidden_size, False)
 
 
 def _make_head_transform(model: Description) -> TransformBeforeHead | None:
@@ -62,6 +70,7 @@ class Decoder(CausalLM):
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
         layers, self.joint = make_layers(model, max_model_len, rotaries, backend, tp)
         self.layers = nn.ModuleList(layers)
+        self.result_projection = _make_result_projection(model)
         self.head_transform = _make_head_transform(model)
         self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
@@ -101,7 +110,8 @@ class Decoder(CausalLM):
             if number < len(deep):
                 assert context.images is not None
                 residual.index_add_(0, context.images.places, deep[number])
-        return self.joint(x, residual)[0]
+        x = self.joint(x, residual)[0]
+        return x if self.result_projection is None else self.result_projection.beside(context.adapters).product(x)
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:

@@ -154,6 +154,7 @@ class Description:
     token_types: vectors for the first and the second text of a pair, added, too; None: the model has none
     is_encoder: a token sees those behind it, too, and nothing is remembered: texts are read, each in one step
     distance_biases: an encoder's biases of scores; None: it has none
+    result_projection, result_size: what projects the result of the last norm, to so many numbers; None: nothing does
     text_head: the modules of a classifier that reads a text's first token; None: it reads the last, by one matrix
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
@@ -217,6 +218,8 @@ class Description:
     token_types: PositionTable | None = None
     is_encoder: bool = False
     distance_biases: DistanceBiases | None = None
+    result_projection: str = ""
+    result_size: int | None = None
     text_head: TextHeadNames | None = None
     qk_norm: QKNorm | None = None
     head_norms: HeadNorms | None = None

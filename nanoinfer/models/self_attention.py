@@ -117,7 +117,8 @@ def within_texts(
     norms = _query_and_key_norms(model, heads, f"model.layers.{layer}.", tp)
     q_norm, k_norm = norms or (None, None)
     both = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-    return TextAttention(kv_heads, model.attention_scale, model.windows[layer], rotary, both, biases)
+    scoring = model.attention_scale, model.windows[layer]
+    return TextAttention(kv_heads, *scoring, rotary, both, biases, model.value_norm)
 
 
 def make_biases(model: Description, max_model_len: int, tp: TensorParallel) -> BiasTable | None:

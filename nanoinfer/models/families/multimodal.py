@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import apertus, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.reading import refuse_windows
 from nanoinfer.models.rope import in_sections
@@ -25,6 +26,11 @@ def describe_apertus1p5(config: PretrainedConfig) -> Description:
     if model.embedded_ids is not None:
         refuse(config, tie_word_embeddings=False)
     return model
+
+
+def describe_embedding_gemma2(config: PretrainedConfig) -> Description:
+    """Describe an EmbeddingGemma 2, whose images and sounds are not read."""
+    return _describe_text(config, embedding_gemma2.describe)
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:

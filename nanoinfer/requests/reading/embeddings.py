@@ -50,7 +50,8 @@ class Embeddings:
     def _width(self) -> int:
         """How many numbers an embedding has that is not cut."""
         behind = self.model.behind
-        return len(behind[-1].bias) if behind else self._config.description.hidden_size
+        model = self._config.description
+        return len(behind[-1].bias) if behind else model.result_size or model.hidden_size
 
     def check_dimensions(self, dimensions: int | None) -> int | None:
         """Return how many numbers a call's embeddings keep. Raises ValueError if the model does not allow it."""
