@@ -48,7 +48,7 @@ class Config:
     model: a folder with config.json and *.safetensors, a Hugging Face Hub id, or "bundled", nanoinfer's small model
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
-        may take at most half of the memory that may be in use
+        may take at most half of the memory that may be in use. Texts of an encoder have no rows, and no such limit
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None ("auto", -1):
         that limit, or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and

@@ -106,7 +106,7 @@ def test_an_encoder_equals_transformers(name: str, make_llm: Callable[..., LLM],
     model = build(name, AutoModel, tmp_path)
     assert type(model).__name__ == f"{ENCODERS[name].stem}Model"
     expected = means(model)
-    for options in ({}, {"max_num_batched_tokens": 200, "max_model_len": 200}, {"max_num_seqs": 1}):
+    for options in ({}, {"max_num_batched_tokens": 200, "max_model_len": 200}):
         np.testing.assert_allclose(embed(make_llm(str(tmp_path), **SMALL, **options)), expected, atol=2e-5)
 
 
@@ -319,6 +319,13 @@ class TestOptions:
         llm = make_llm(str(folder), **SMALL, max_adapters=1)
         llm.load_adapter("mine", str(tmp_path))
         np.testing.assert_allclose(embed(llm, adapter="mine"), means(model), atol=2e-5)
+
+    def test_tokens_alone_fill_a_step(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(str(folder), **SMALL, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2)
+        steps: list[tuple[int, int]] = []
+        llm.engine.on_step = lambda result: steps.append((result.num_prompt_tokens, result.num_decode_tokens))
+        llm.embed([[5] * length for length in (20, 40, 5, 64, 4, 4, 4, 4)], use_tqdm=False)
+        assert steps == [(60, 0), (5, 0), (64, 0), (16, 0)]
 
     def test_nothing_is_kept_of_a_text(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(str(folder), **SMALL)

@@ -32,6 +32,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import LinearMap, Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 from nanoinfer.weights.shards import Section
 
 
@@ -74,6 +75,9 @@ class Decoder(CausalLM):
         self.head_transform = _make_head_transform(model)
         self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
+        for module in self.modules():
+            if isinstance(module, PlainMatrix):
+                module.may_pack = not model.is_encoder
 
     def _make_head(self, model: Description, dtype: torch.dtype) -> Head:
         sizes = model.vocab_size, model.head_inputs, self.tp

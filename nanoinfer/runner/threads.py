@@ -18,7 +18,7 @@ PAUSES = 1.0, 64.0  # seconds with fewer threads, at first and at most: each pau
 
 
 class Threads:
-    """Chooses how many threads steps of few and of many tokens take; until `choose` is called, torch's own number.
+    """Chooses how many threads steps of few and of many tokens take; until it is told how, torch's own number.
 
     As a string it is the number for steps of many tokens.
     """
@@ -31,6 +31,10 @@ class Threads:
     def fix(self, count: int) -> None:
         """Let every step take so many threads, whatever its time."""
         self._fixed = count
+
+    def take_all(self) -> None:
+        """Let steps take torch's number of threads, or fewer while other work keeps a core busy."""
+        self._choices.append((0, torch.get_num_threads()))
 
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.

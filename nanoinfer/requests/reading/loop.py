@@ -21,7 +21,8 @@ class Room:
     """How many texts may be on their way: those that wait, that run, and whose turn to be returned has not come."""
 
     def __init__(self, config: Config) -> None:
-        self._most_texts = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
+        of_a_step = config.max_num_batched_tokens if config.description.is_encoder else config.max_num_seqs
+        self._most_texts = STEPS_AHEAD * of_a_step * config.data_parallel_size
         self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
         self._texts = self._tokens = 0
 

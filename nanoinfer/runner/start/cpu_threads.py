@@ -43,8 +43,10 @@ def choose_threads(
         return
     if tp.size > 1 and not config.starts_ranks:
         threads.fix(tp.min(_share_of_threads(tp.size), config.device_of(tp.rank)))
-    may_decode = tp.size == 1 and config.description.generates
-    if may_decode and config.is_plain_cpu and torch.get_num_threads() > 1:
+    may_choose = tp.size == 1 and config.is_plain_cpu and torch.get_num_threads() > 1
+    if may_choose and not config.description.generates:
+        threads.take_all()
+    elif may_choose:
         most = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // block_bytes, max(TIMED_ROWS.values())))
         _time_steps(threads, config, most, make_steps)
 

@@ -53,7 +53,7 @@ class PrefillInputs:
             arrays += _pack_group(chunks, joins, index, group.block_size, step, widths[-1])
         if states is not None:
             arrays += _pack_states(chunks)
-        division = divide(query_lens, context_lens)
+        division = divide(query_lens, context_lens) if widths else None
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
         has_sections = any(chunk.images is not None and chunk.images.positions is not None for chunk in chunks)

@@ -19,6 +19,7 @@ class PlainMatrix(Matrix):
 
     weight: Tensor | PackedWeight
     takes_lanes = True
+    may_pack = True  # False: a model has no steps of few tokens, for which a packed weight is faster
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
         super().__init__(sections, in_features)
@@ -34,7 +35,7 @@ class PlainMatrix(Matrix):
     def finish(self) -> None:
         """Let a filled weight give way to its packed form, where that is faster."""
         weight = self.weight
-        if self._in_order is None and isinstance(weight, Tensor) and can_pack(weight):
+        if self.may_pack and self._in_order is None and isinstance(weight, Tensor) and can_pack(weight):
             del self.weight
             self.weight = PackedWeight(weight)
 
