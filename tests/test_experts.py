@@ -333,6 +333,21 @@ def test_each_of_the_names_that_the_stacks_of_granitemoe_have(make_llm: Callable
         llm.update_weights({**saved, **stacks_of(own)})
 
 
+def test_dbrx_turns_by_the_base_that_its_published_files_give() -> None:
+    """transformers 5 knows rope_parameters alone and rotates a published file by its default."""
+    case = CASES["dbrx"]
+    attention = case.settings["attn_config"] | {"rope_theta": 5e5}
+    published, saved, usual = (
+        AutoConfig.for_model(case.model_type, architectures=[case.architecture], **{**case.settings, **changes})
+        for changes in (
+            {"attn_config": attention},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            {},
+        )
+    )
+    assert describe(published).ropes == describe(saved).ropes != describe(usual).ropes
+
+
 @pytest.mark.parametrize("quantization", [None, *whole_only(["fp8", "int4"])])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_flat_stacks_of_dbrx_fill_what_single_tensors_fill(

@@ -446,7 +446,7 @@ def test_the_different_layers_run_alone(
         ("phimoe", {"lm_head_bias": True}, "lm_head_bias=True .*not supported"),
         ("phimoe", {"rope_parameters": YARN}, "rope_type='yarn' .*not supported"),
         ("phimoe longrope", {"rope_parameters": {**MSCALES, "short_mscale": 0}}, "short_mscale=0 .*above 0"),
-        ("dbrx", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0 .*must be rope_parameters', 500000.0"),
+        ("dbrx", {"attn_config": DbrxAttentionConfig(rope_theta=0)}, "rope_theta=0 .*must be a number above 0"),
         ("dbrx", {"attn_config": DbrxAttentionConfig(clip_qkv=0)}, "clip_qkv=0 .*must be a number above 0"),
         ("dbrx", {"num_key_value_heads": 3}, "num_key_value_heads=3 .*must be a divisor of num_attention_heads=4"),
         ("dbrx", {"ffn_config": DbrxFFNConfig(moe_top_k=5)}, "moe_top_k=5 .*must be at most the number of experts, 4"),

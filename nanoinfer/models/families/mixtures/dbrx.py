@@ -9,11 +9,13 @@ from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.reading import describe_common
-from nanoinfer.models.settings import positive_or_none, refuse
+from nanoinfer.models.rope import plain_rope, read_rope
+from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # what transformers adds to a file without any
 NAMES = ModuleNames(
     attention_norm="norm_attn_norm.norm_1",
     mlp_norm="norm_attn_norm.norm_2",
@@ -31,14 +33,12 @@ NAMES = ModuleNames(
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Describe a DBRX. Its authors rotate by attn_config's rope_theta, transformers 5.24 by that of rope_parameters."""
+    """Describe a DBRX. Its published files give the rotary base in attn_config, transformers in rope_parameters."""
     attention, ffn = config.attn_config, config.ffn_config
     refuse(ffn, ffn_act_fn={"name": "silu"}, moe_normalize_expert_weights=1.0)
-    own, common = getattr(attention, "rope_theta", None), config.rope_parameters.get("rope_theta")
-    if own not in (None, common):
-        raise ValueError(
-            f"model: attn_config has rope_theta={own!r} in its config: must be rope_parameters', {common!r}"
-        )
+    rope, own_theta = read_rope(config, head_dim_of(config)), getattr(attention, "rope_theta", None)
+    if own_theta is not None and config.rope_parameters == DEFAULT_ROPE:
+        rope = plain_rope(head_dim_of(config), positive("rope_theta", own_theta))
     layers, is_normalised = (True,) * config.num_hidden_layers, ffn.moe_normalize_expert_weights is not None
     how = layers, "ffn_hidden_size", is_normalised, None, "moe_num_experts", "moe_top_k"
     return describe_common(
@@ -48,6 +48,7 @@ def describe(config: PretrainedConfig) -> Description:
         spelling=spelling(("transformer",), "wte", "blocks"),
         norm=NormKind(centred=True),
         norm_eps=1e-5,
+        ropes=(rope,) * config.num_hidden_layers,
         qkv_limit=positive_or_none("clip_qkv", attention.clip_qkv),
         experts=read_experts(ffn, *how),
     )
