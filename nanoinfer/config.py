@@ -395,16 +395,20 @@ class Config:
         self.placement_timeout = check_number("placement_timeout", self.placement_timeout, *seconds)
 
     def _check_max_model_len(self) -> None:
-        limit, blocks = self.description.max_position, self.num_kvcache_blocks
-        if self.description.is_encoder:
-            limit = min(limit, self.max_num_batched_tokens)  # a step reads a text whole
+        limit, blocks, why = (
+            self.description.max_position,
+            self.num_kvcache_blocks,
+            "the longest sequence of this model",
+        )
+        if self.description.is_encoder and self.max_num_batched_tokens < limit:
+            limit, why = self.max_num_batched_tokens, "max_num_batched_tokens, as an encoder reads a text in one step"
         self.fits_length = cast("int | None", self.max_model_len) is None
         if self.fits_length:
             by_backend = LONGEST_BY_TORCH if (self.attention_backend, self.device) == ("torch", "cuda") else limit
             self.max_model_len = min(limit, by_backend)
         if self.max_model_len > limit:
             length = short(self.max_model_len)
-            raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
+            raise ValueError(f"max_model_len={length}: must be at most {limit}, {why}")
         self._lay_out_cache()
         longest = self.max_model_len
         if blocks is not None:

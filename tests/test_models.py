@@ -572,6 +572,16 @@ def test_every_class_has_a_case() -> None:
     assert {case.architecture for case in CASES.values()} == set(FAMILIES)
 
 
+@pytest.mark.parametrize(("name", "published"), [("mpt", "MPTForCausalLM"), ("phimoe", "PhiMoEForCausalLM")])
+def test_classes_as_their_authors_spell_them(name: str, published: str) -> None:
+    case = CASES[name]
+    ours, theirs = (
+        describe(AutoConfig.for_model(case.model_type, architectures=[name], **case.text_settings))
+        for name in (case.architecture, published)
+    )
+    assert ours == theirs
+
+
 def test_the_page_that_says_how_to_add_a_model(
     tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,10 +31,10 @@ class DistanceBiases:
     most: int = 128
 
     def numbers(self, distances: Tensor) -> Tensor:
-        """Return the bucket of each distance of a key behind its query."""
+        """Return the bucket of each distance, in host memory, of a key behind its query."""
         half, exact = self.buckets // 2, self.buckets // 4
         far = distances.abs()
-        ratio = torch.log(far.clamp(min=1).float() / exact) / torch.log(torch.tensor(self.most / exact))
+        ratio = torch.log(far.clamp(min=1).float() / exact) / math.log(self.most / exact)
         spread = (exact + (ratio * (half - exact)).long()).clamp(max=half - 1)
         return torch.where(far < exact, far, spread) + half * (distances > 0)
 
@@ -46,8 +47,8 @@ class BiasTable(nn.Module):
         super().__init__()
         self.biases, self.heads, self.count = biases, heads, count
         self.weight = nn.Parameter(torch.empty(biases.buckets, len(heads), dtype=torch.float32), requires_grad=False)
-        numbers = biases.numbers(torch.arange(1 - most_tokens, most_tokens))
-        self.register_buffer("numbers", numbers, persistent=False)
+        numbers = biases.numbers(torch.arange(1 - most_tokens, most_tokens, device="cpu"))  # as a GPU rounds otherwise
+        self.register_buffer("numbers", numbers.to(self.weight.device), persistent=False)
 
     def by_distance(self) -> Tensor:
         """Return what attend_to_texts takes as biases."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.activation import Function, activate
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 from nanoinfer.layers.embedding import Head
+from nanoinfer.pooling.read import LabelsOf
 from nanoinfer.weights.shards import Shard
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu, "relu": F.relu}
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TextHeadNames:
     """The names that a checkpoint gives to such a head's modules.
 
     dense: the layer before the scores; activation: behind it
+    reads: what of a text comes here
     out: the scores'
     norm: behind the activation, without a bias; None: there is none
     has_bias: whether the dense layer has a bias; the scores always do
@@ -28,7 +30,8 @@ class TextHeadNames:
 
     dense: str
     out: str
-    activation: str = "tanh"
+    activation: Function | Literal["tanh"] = "tanh"
+    reads: LabelsOf = "first"
     norm: str | None = None
     has_bias: bool = True
 
@@ -63,7 +66,7 @@ class TextHead(Head):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Score [rows, hidden_size]; returns [rows, labels] float32."""
         x = F.linear(hidden.float(), self.dense, self.dense_bias)
-        x = FUNCTIONS[self.names.activation](x)
+        x = torch.tanh(x) if self.names.activation == "tanh" else activate(x, self.names.activation)
         if self.norm is not None:
             x = normalize_reference(x, Norm(self.norm, self.eps, centred=True))
         scores = F.linear(x, self.out, self.out_bias)

@@ -24,11 +24,15 @@ CLASSIFIERS = {
 
 STEMS = ("Bert", "DistilBert", "Electra", "ModernBert", "MPNet", "Roberta", "XLMRoberta")
 ENCODERS = {f"{stem}{kind}": f"{stem}Model" for stem in STEMS for kind in ("Model", "ForMaskedLM")}
+ENCODERS |= {f"{stem}ForPreTraining": f"{stem}Model" for stem in ("Bert", "Electra")}
 ENCODERS |= {name: name for name in ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")}
 """Maps an encoder, with or without a head that guesses tokens, to the class that stands for both."""
 
 ENCODING_CLASSIFIERS = {f"{stem}ForSequenceClassification": f"{stem}Model" for stem in STEMS}
 """The same for classifiers, which score a text by its first token."""
+
+OLD_NAMES = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Maps the name that the authors' own code gave to a class to transformers'."""
 
 ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
 READERS = BARE | ENCODERS | ALL_CLASSIFIERS
@@ -36,7 +40,7 @@ READERS = BARE | ENCODERS | ALL_CLASSIFIERS
 
 def described_as(name: str) -> str:
     """Return the class by whose description a class is built; it may be `name`."""
-    return READERS.get(name, name)
+    return (READERS | OLD_NAMES).get(name, name)
 
 
 def read_only(model: Description, labels: int) -> Description:

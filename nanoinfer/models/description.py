@@ -20,6 +20,7 @@ from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.layers.text_attention import DistanceBiases
 from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.heads import KVHeads, QueryScaling
+from nanoinfer.pooling.read import LabelsOf
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
@@ -155,7 +156,7 @@ class Description:
     is_encoder: a token sees those behind it, too, and nothing is remembered: texts are read, each in one step
     distance_biases: an encoder's biases of scores; None: it has none
     result_projection, result_size: what projects the result of the last norm, to so many numbers; None: nothing does
-    text_head: the modules of a classifier that reads a text's first token; None: it reads the last, by one matrix
+    text_head: the modules of an encoder's classifier; None: a classifier reads the last token, by one matrix
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
     head_norms: their LayerNorms; None: the model has none
@@ -262,6 +263,11 @@ class Description:
     def generates(self) -> bool:
         """Whether the model has logits; otherwise texts are only read."""
         return self.labels is None
+
+    @property
+    def labels_of(self) -> LabelsOf:
+        """What of a text a classifier's head reads."""
+        return "last" if self.text_head is None else self.text_head.reads
 
     @property
     def different_layers(self) -> list[int]:

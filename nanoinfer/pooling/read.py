@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 What = Literal["first", "last", "mean", "max", "weighted", "labels", "tokens"]
+LabelsOf = Literal["first", "last", "mean"]  # what a classifier's head reads
 
 
 class Read(NamedTuple):
@@ -12,7 +13,7 @@ class Read(NamedTuple):
 
     what: "first", "last": that token's hidden state; "mean": its tokens' hidden states, which are added up; "weighted":
         the same, each times its place, from 1; "max": the largest of each number; "labels": what a classifier's head
-        makes of the last token, or an encoder's of the first; "tokens": the logits of some tokens behind the last one
+        makes of the text, see LabelsOf; "tokens": the logits of some tokens behind the last one
     tokens: those of "tokens"
     separator: the text is a pair, whose first text ends with this token; None: it is no pair, or nobody asks
     """

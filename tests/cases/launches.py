@@ -533,7 +533,8 @@ def of_the_rest() -> Iterator[Launch]:
     for head_dim, window, has_biases in ((32, None, False), (64, 65, False), (64, None, True), (256, 257, False)):
         call = partial(read_texts, head_dim, window, has_biases)
         yield Launch(f"texts, {head_dim=}, {window=}, {has_biases=}", call, often_if(head_dim == 64))
-    yield Launch("texts in float32", partial(read_texts, 256, 65, True, FP32))
+    for head_dim in (64, 256):
+        yield Launch(f"texts in float32, {head_dim=}", partial(read_texts, head_dim, 65, True, FP32))
     yield Launch("LayerNorms of 4096", partial(normalise, 4096, BF16, centred=True))
     yield Launch("activations", lambda: [activate(empty(300, 8192, dtype=BF16), name) for name in get_args(Function)])
     yield Launch("xIELU", lambda: xielu(empty(300, 8192, dtype=BF16), empty(4, dtype=FP32)))

@@ -112,7 +112,7 @@ def attend_to_texts_triton(
     """attend_to_texts as one launch."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
-    block_m, block_n, stages = _tile(head_dim * q.itemsize)
+    block_m, block_n, stages = _tile(head_dim, q.itemsize)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k.stride() == v.stride()
     _text_kernel[(cdiv(max(lens), block_m), len(lens), heads)](
@@ -140,10 +140,11 @@ def attend_to_texts_triton(
     return out
 
 
-def _tile(head_bytes: int) -> tuple[int, int, int]:
+def _tile(head_dim: int, itemsize: int) -> tuple[int, int, int]:
     """Return the queries of a program, the keys at a time, and how many of these are on their way at once."""
+    head_bytes = head_dim * itemsize
     if head_bytes <= 256:
-        return 64, 64, 2
+        return (64, 64, 2) if itemsize == 2 else (32, 32, 2)  # float32 is multiplied in registers
     return (32, 32, 2) if head_bytes <= 512 else (16, 32, 1)
 
 
@@ -192,7 +193,7 @@ def _text_kernel(
         kv_mask = (n < length)[:, None] & in_head[None, :]
         k = tl.load(k_ptr + places, mask=kv_mask, other=0.0)
         v = tl.load(v_ptr + places, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         distance = n[None, :] - m[:, None]
         is_seen = (n < length)[None, :] & (m < length)[:, None]
         if biases_ptr is not None:
@@ -205,7 +206,7 @@ def _text_kernel(
         weights = tl.where(is_seen, tl.exp2(scores - new_top[:, None]), 0.0)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     out_places = rows[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + d[None, :]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanoinfer.pooling.read import Read
+from nanoinfer.pooling.read import LabelsOf, Read
 from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.transfer import to_host, upload
 
@@ -46,13 +46,14 @@ def pool(
     hidden: Tensor,
     logits_at: Callable[[Tensor], Tensor],
     tokens_at_once: int,
-    is_encoder: bool = False,
+    labels_of: LabelsOf,
+    score: Callable[[Tensor], Tensor],
 ) -> list[Pooled]:
     """Return what the chunks' texts are read for.
 
     hidden: [tokens, hidden_size], of one chunk after another
     logits_at, tokens_at_once: as for prompt_logprobs; a classifier's scores count as logits
-    is_encoder: these are made of a text's first token
+    labels_of: what these are made of; score: makes them of [texts, hidden_size], for "mean"
     """
     reads: dict[Read, list[int]] = {}
     for number, chunk in enumerate(chunks):
@@ -64,14 +65,17 @@ def pool(
     pooled = []
     for read, numbers in reads.items():
         spans = [(ends[number] - len(chunks[number].token_ids), ends[number]) for number in numbers]
-        if read.what == "max":
+        of = labels_of if read.what == "labels" else read.what
+        if of == "max":
             found = torch.stack([hidden[begin:end].amax(dim=0) for begin, end in spans]).float()
-        elif read.what in ("mean", "weighted"):
-            starts = [chunks[number].start for number in numbers] if read.what == "weighted" else None
+        elif of in ("mean", "weighted"):
+            starts = [chunks[number].start for number in numbers] if of == "weighted" else None
             found = _sums(hidden, spans, starts)
+            if read.what == "labels":
+                counts = upload(array("i", [end - begin for begin, end in spans]), hidden.device)
+                found = score(found / counts.unsqueeze(1))
         else:
-            is_first = read.what == "first" or (read.what == "labels" and is_encoder)
-            places = upload(array("i", [begin if is_first else end - 1 for begin, end in spans]), hidden.device)
+            places = upload(array("i", [begin if of == "first" else end - 1 for begin, end in spans]), hidden.device)
             if read.what in ("first", "last"):
                 found = hidden[places.long()].float()
             else:

@@ -148,8 +148,9 @@ def _pack_types(chunks: list[ChunkMessage]) -> array[int]:
     """Return 1 for each token of a pair's second text, and 0 for all others."""
     types = array("i")
     for chunk in chunks:
-        count, separator = len(chunk.token_ids), None if chunk.read is None else chunk.read.separator
-        first = count if separator is None else chunk.token_ids.index(separator) + 1
+        tokens, separator = chunk.token_ids, None if chunk.read is None else chunk.read.separator
+        count = len(tokens)
+        first = count if separator is None or separator not in tokens else tokens.index(separator) + 1
         types.extend([0] * first + [1] * (count - first))
     return types
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
@@ -52,7 +54,7 @@ class Steps:
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
             prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
-        self._generates, self._is_encoder = config.description.generates, config.description.is_encoder
+        self._generates, self._labels_of = config.description.generates, config.description.labels_of
         self._whole_images = any(config.description.whole_images)
         device = logits.device
         has_deltas = config.description.has_sections
@@ -116,7 +118,8 @@ class Steps:
 
         is_processed = self.logits_processors.is_processed
         extras.prompt_logprobs = prompt_logprobs(message.chunks, logits_at, hidden.device, is_processed, at_once)
-        extras.pooled = pool(message.chunks, hidden, logits_at, at_once, self._is_encoder)
+        score = partial(self._full_logits, adapters=None)
+        extras.pooled = pool(message.chunks, hidden, logits_at, at_once, self._labels_of, score)
         self.kv_cache.copy_blocks(prompts.copied_blocks)
         self.holdings.states.copy(prompts.copied_states)
         if not message.joins:

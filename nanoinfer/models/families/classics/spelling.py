@@ -5,7 +5,13 @@ from __future__ import annotations
 from nanoinfer.models.description import EMBEDDING
 from nanoinfer.weights.sources import Spelling
 
-MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")  # older files have them
+MASKS = (  # older files have them
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attn.causal_mask",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 def spelling(

@@ -25,6 +25,7 @@ NAMES = ModuleNames(
     down="output.dense",
 )
 TOKENS, LAYERS = "embeddings.word_embeddings.", "encoder.layer."
+OLD_NORMS = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))  # files of 2018
 UNREAD = (".position_ids", ".token_type_ids")
 PAIR_HEAD = TextHeadNames("classifier.dense", "classifier.out_proj")  # of all but BERT
 
@@ -82,4 +83,4 @@ def spelling(prefix: str, tokens: str, layers: str) -> Spelling:
     ours = [(tokens, "model.embed_tokens."), (layers, "model.layers.")]
     ours += [(f"{name}.", f"model.{name}.") for name in ("embeddings", "embeddings_project", "encoder", "pooler")]
     ours.append(("final_norm.", "model.final_norm."))
-    return Spelling((*((f"{prefix}.{begin}", known) for begin, known in ours), *ours), unread=UNREAD)
+    return Spelling((*((f"{prefix}.{begin}", known) for begin, known in ours), *ours), unread=UNREAD, parts=OLD_NORMS)

@@ -10,19 +10,21 @@ from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.modernbert import NAMES as DECODER_NAMES
 from nanoinfer.models.families.encoders.bert import spelling
-from nanoinfer.models.reading import describe_common, heads_of_their_own, read_windows
+from nanoinfer.models.reading import describe_common, heads_of_their_own, read_activation, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, refuse
+from nanoinfer.pooling.read import LabelsOf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+READS: dict[str, LabelsOf] = {"cls": "first", "mean": "mean"}
 NAMES = replace(DECODER_NAMES, qkv=("attn.Wqkv",))
 
 
 def describe(config: PretrainedConfig) -> Description:
     """Describe a ModernBERT: the embeddings' norm is also that of the first layer's attention."""
-    refuse(config, classifier_pooling="cls", norm_bias=False)
+    refuse(config, norm_bias=False)
     first = replace(NAMES, attention_norm=None)
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
     return describe_common(
@@ -44,6 +46,11 @@ def describe(config: PretrainedConfig) -> Description:
         mlp_bias=config.mlp_bias,
         tied=False,
         text_head=TextHeadNames(
-            "head.dense", "classifier", config.classifier_activation, "head.norm", bool(config.classifier_bias)
+            "head.dense",
+            "classifier",
+            read_activation(config, "classifier_activation"),
+            READS[config.classifier_pooling],
+            "head.norm",
+            bool(config.classifier_bias),
         ),
     )
