@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.scores import LOG2_E
 from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
-STEP = 16  # tokens: on the CPU, texts whose lengths differ by fewer are one batch
+SHORT = 32  # tokens: on the CPU, longer texts are faster one by one, without copies of their keys
 AT_ONCE = 4096  # tokens of a batch
 
 
@@ -51,52 +51,40 @@ def attend_to_texts_reference(
     window: int | None = None,
     biases: Tensor | None = None,
 ) -> Tensor:
-    """attend_to_texts in torch, which computes texts of about the same length at once."""
+    """attend_to_texts in torch."""
     out, is_grouped = torch.empty_like(q), q.shape[1] != k.shape[1]
-    for begins, own in _batches(lens):
-        most = max(own)
-        places = torch.arange(most, device=q.device)
-        starts, counts = torch.tensor([begins, own], device=q.device).unsqueeze(2)
-        is_there = places < counts
-        rows = starts + places.where(is_there, 0)
-        queries, keys, values = (part[rows].transpose(1, 2) for part in (q, k, v))
-        mask = _mask(is_there, window, biases, q.dtype)
+    for begins, length in _batches(lens):
+        rows: Tensor | slice = slice(begins[0], begins[0] + length)
+        if len(begins) > 1:
+            rows = torch.tensor(begins, device=q.device).unsqueeze(1) + torch.arange(length, device=q.device)
+        queries, keys, values = (part[rows].view(-1, length, *part.shape[1:]).transpose(1, 2) for part in (q, k, v))
+        mask = _mask(length, window, biases, q)
         attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=is_grouped)
-        out[rows[is_there]] = attended.transpose(1, 2)[is_there]
+        out[rows] = attended.transpose(1, 2)
     return out
 
 
-def _batches(lens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield some texts at a time, by where they begin and their lengths, which fill STEP alike."""
-    begins, by_size = [*accumulate(lens, initial=0)], dict[int, list[int]]()
-    for text, length in enumerate(lens):
-        by_size.setdefault(-(-length // STEP), []).append(text)
-    for size, texts in by_size.items():
-        most = max(AT_ONCE // (size * STEP), 1)
-        for first in range(0, len(texts), most):
-            some = texts[first : first + most]
-            yield [begins[text] for text in some], [lens[text] for text in some]
+def _batches(lens: list[int]) -> Iterator[tuple[list[int], int]]:
+    """Yield where some texts of the same length begin, and that length. A text that is not short is alone."""
+    begins, by_length = [*accumulate(lens, initial=0)], dict[int, list[int]]()
+    for begin, length in zip(begins, lens, strict=False):
+        by_length.setdefault(length, []).append(begin)
+    for length, found in by_length.items():
+        most = AT_ONCE // length if length <= SHORT else 1
+        yield from ((found[first : first + most], length) for first in range(0, len(found), most))
 
 
-def _mask(is_there: Tensor, window: int | None, biases: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return what torch adds to the scores of texts, or the keys that queries see; None: they see all.
-
-    is_there: [texts, places], False behind a text's end
-    """
-    length = is_there.shape[1]
-    seen: Tensor | None = None if is_there.all() else is_there[:, None, None, :]
+def _mask(length: int, window: int | None, biases: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return what torch adds to the scores of a text, or the keys that queries see; None: they see all. q: for dtype"""
     if biases is None and (window is None or length <= window):
-        return seen
-    places = torch.arange(length, device=is_there.device)
+        return None
+    places = torch.arange(length, device=q.device)
     distances = places - places.unsqueeze(1)
-    if window is not None:
-        is_near = distances.abs() < window
-        seen = is_near if seen is None else seen & is_near
+    is_near = None if window is None else distances.abs() < window
     if biases is None:
-        # Behind a text's end a query may see no key, and gets NaN, which nobody reads.
-        return seen
-    added = biases[:, distances + biases.shape[1] // 2].to(dtype).unsqueeze(0)
-    return added if seen is None else added.masked_fill(~seen, float("-inf"))
+        return is_near
+    added = biases[:, distances + biases.shape[1] // 2].to(q.dtype).unsqueeze(0)
+    return added if is_near is None else added.masked_fill(~is_near, float("-inf"))
 
 
 def attend_to_texts_triton(
