@@ -53,6 +53,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
     "_go_through_kernel": 1036,
     "_look_within_kernel": 348,
+    "_look_within_kernel: delta rule of OLMo Hybrid, is_prefill=True": 352,
     "_paged_decode_kernel": 88,
     "_tiles_kernel: plain of 4000 in torch.bfloat16": 188,
 }

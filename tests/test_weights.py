@@ -27,7 +27,7 @@ from typing import Any, get_args
 import pytest
 import test_lifecycle
 import torch
-from cases import CASES, build
+from cases import CASES, build, save
 from conftest import assert_close, greedy, whole_only
 from safetensors.torch import load_file, save_file
 from test_lifecycle import HOST_FILES, Interrupt
@@ -68,7 +68,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
     def make(name: str) -> tuple[str, str, PreTrainedModel]:
         old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
         model = changed(build(CASES[name], old))
-        model.save_pretrained(new)
+        save(model, new)
         return str(old), str(new), model
 
     return make

@@ -23,7 +23,7 @@ from nanoinfer.weights.sources import FileSource
 ROUNDING = 1e-4  # of a token's stream, by its norm: float32 in another order changes it by less
 
 
-def find_cause(llm: LLM, wanted: Continuation, streams: Tensor) -> str:
+def find_cause(llm: LLM, wanted: Continuation, streams: list[Tensor]) -> str:
     """Say after which layer the residual stream of a text first differs from transformers', and by how much.
 
     llm: it has run nothing; float32, eager; wanted: what transformers computes for the text
@@ -41,7 +41,9 @@ def find_cause(llm: LLM, wanted: Continuation, streams: Tensor) -> str:
     for position in range(len(wanted.token_ids) + len(alike)):
         for seen in recorder.seen[0, position]:
             for number, stream in _streams(seen, model.num_layers):
-                theirs = streams[number, position]
+                theirs = streams[number][position]
+                if len(theirs) != len(stream):
+                    continue  # another matrix, which OPT has before the output projection, has made theirs
                 apart = ((stream.float() - theirs).norm() / theirs.norm()).item()
                 if not apart <= ROUNDING:
                     place = f"at position {position}, by {apart:.1e} of its norm"

@@ -80,12 +80,12 @@ def ask_transformers(folder: str, device: str, advance: Callable[[], object]) ->
     return Oracle(render_chats(tokenizer), token_ids, decoded, run_model(folder, device, continue_all))
 
 
-def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> Tensor:
-    """Return the residual stream before each layer, and last the final norm's result: [layers + 1, tokens, size]."""
+def ask_for_streams(folder: str, device: str, token_ids: list[int]) -> list[Tensor]:
+    """Return the residual stream before each layer, and last what the output projection gets: each [tokens, size]."""
 
-    def compute(model: PreTrainedModel) -> Tensor:
+    def compute(model: PreTrainedModel) -> list[Tensor]:
         out = model(input_ids=torch.tensor([token_ids], device=device), output_hidden_states=True)
-        return torch.cat(out.hidden_states).float().cpu()
+        return [stream[0].float().cpu() for stream in out.hidden_states]
 
     return run_model(folder, device, compute)
 

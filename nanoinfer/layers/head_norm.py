@@ -35,13 +35,15 @@ class HeadNorm(nn.Module):
         """name: the norm's; heads: the rank's, of `count`; dim: numbers in a head"""
         super().__init__()
         self.norms, self.name, self.heads, self.count, self.eps = norms, name, heads, count, eps
-        rows = 1 if norms.weights == "one" else len(heads)
+        # Each rank has all heads' tensors, as each must know all names of a checkpoint.
+        rows = {"one": 1, "rows": len(heads), "tensors": count}[norms.weights]
         self.weight = nn.Parameter(torch.empty(rows, dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(dim), requires_grad=False) if norms.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [tokens, heads, dim]."""
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight.float()
+        own = slice(self.heads.start, self.heads.stop) if self.norms.weights == "tensors" else slice(None)
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight[own].float()
         return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
 
     def shards(self) -> Iterator[Shard]:
@@ -52,7 +54,7 @@ class HeadNorm(nn.Module):
         elif kind == "rows":
             yield Shard(f"{self.name}.weight", self.weight, (self.count, dim), self.heads.start, random="ones")
         else:
-            for row, head in zip(self.weight, self.heads, strict=True):
+            for head, row in enumerate(self.weight):
                 yield Shard(f"{self.name}.{head}.weight", row, (dim,), random="ones")
         if self.bias is not None:
             yield Shard(f"{self.name}.bias", self.bias, (dim,), random="zeros")

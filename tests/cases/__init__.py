@@ -1,6 +1,6 @@
 """Cases: small models of every class, which are compared with transformers. docs/add-a-model.md says how to add one."""
 
-from cases.case import LONGROPE, SHAPE, VOCAB, Case, build
+from cases.case import LONGROPE, SHAPE, VOCAB, Case, build, save
 from cases.classics import CLASSICS
 from cases.corrected import CORRECTED
 from cases.dense import DENSE
@@ -9,7 +9,7 @@ from cases.multimodal import MULTIMODAL
 from cases.sparse import SPARSE
 from cases.states import STATES
 
-__all__ = ["CASES", "LONGROPE", "MULTIMODAL", "SHAPE", "VOCAB", "Case", "build"]
+__all__ = ["CASES", "LONGROPE", "MULTIMODAL", "SHAPE", "VOCAB", "Case", "build", "save"]
 
 CASES = {
     **DENSE,

@@ -42,11 +42,11 @@ class Rank:
         tp, description = TensorParallel(), config.description
         tp.rank, tp.size, tp.keeps_order = rank, size, keeps_order
         self.model = build(description, 64, make_backend("torch", config.cache_layout), tp, torch.float32)
-        shape = description.vocab_size, description.hidden_size
+        shape = description.vocab_size, description.head_inputs
         self.bases = Bases(self.model, Section(HEAD, self.model.num_ids, shape, self.model.first_id))
         self.beside = description.beside
         self.slots = [Slots.make(base, 2, slot_rank(MAX_RANK)) for base in self.bases]
-        self.reader = AdapterReader(Modules(self.model, self.bases), MAX_RANK, dtype=slots)
+        self.reader = AdapterReader(Modules(self.model, self.bases, description.spelling), MAX_RANK, dtype=slots)
 
     def weights(self, folder: Path) -> list[Tensor]:
         """What the rank holds of a checkpoint's matrices, in the order of the slots."""

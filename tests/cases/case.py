@@ -116,10 +116,15 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("_bias"):  # corrections of routers' scores, which then may be negative
             torch.nn.init.uniform_(buffer, -0.9, 0.3)
-    model.save_pretrained(folder)
-    if case.model_type == "olmo_hybrid":
-        _cut_convolutions(model, folder / "model.safetensors")
+    save(model, folder)
     return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Save a model of transformers, as published files have it."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":
+        _cut_convolutions(model, folder / "model.safetensors")
 
 
 def _cut_convolutions(model: PreTrainedModel, file: Path) -> None:

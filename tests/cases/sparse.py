@@ -91,7 +91,7 @@ SPARSE = {
         {
             **WIDE,
             "num_key_value_heads": 4,
-            "attn_config": {"kv_n_heads": 4, "clip_qkv": 5},
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 5, "rope_theta": 10000.0},
             "ffn_config": {**DBRX, "moe_top_k": 3, "moe_normalize_expert_weights": None},
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
