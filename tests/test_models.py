@@ -96,6 +96,7 @@ def run(llm: LLM, model: PreTrainedModel, prompt_logprobs: int | None = None) ->
 
 LAST_OF_CLASSES = list({case.architecture: name for name, case in CASES.items()}.values())
 OF_KINDS = ["gemma2 low caps", "olmo2 biases", "qwen2moe without biases", "phi3 longrope"]  # norms, experts, one matrix
+OF_HEADS = ["stablelm side by side, head norms", "cohere head norms", "phi head norms"]
 
 
 @pytest.mark.parametrize("name", [*LAST_OF_CLASSES, *whole_only(name for name in CASES if name not in LAST_OF_CLASSES)])
@@ -123,7 +124,9 @@ def test_an_activation_that_the_second_product_applies(
     run(make_llm(folder, kvcache_block_size=16, max_model_len=320), model)
 
 
-@pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])
+@pytest.mark.parametrize(
+    "name", [*OF_KINDS, *whole_only(name for name in [*LAST_OF_CLASSES, *OF_HEADS] if name not in OF_KINDS)]
+)
 def test_two_ranks(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
