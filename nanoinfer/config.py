@@ -395,11 +395,8 @@ class Config:
         self.placement_timeout = check_number("placement_timeout", self.placement_timeout, *seconds)
 
     def _check_max_model_len(self) -> None:
-        limit, blocks, why = (
-            self.description.max_position,
-            self.num_kvcache_blocks,
-            "the longest sequence of this model",
-        )
+        limit, why = self.description.max_position, "the longest sequence of this model"
+        blocks = self.num_kvcache_blocks
         if self.description.is_encoder and self.max_num_batched_tokens < limit:
             limit, why = self.max_num_batched_tokens, "max_num_batched_tokens, as an encoder reads a text in one step"
         self.fits_length = cast("int | None", self.max_model_len) is None

@@ -23,9 +23,7 @@ class Scoring:
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
     sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
-    slopes: Tensor | None = (
-        None  # [heads] float32; slope * (j - i) is added to the score of key j by query i, as in ALiBi
-    )
+    slopes: Tensor | None = None  # [heads] float32: a score of key j by query i gets slope * (j - i), as in ALiBi
     whole_images: bool = False  # each token of an image sees the whole image (PackedQueries.ends)
 
     def __post_init__(self) -> None:
@@ -122,6 +120,7 @@ class Context:
     states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
+    distance_biases: Tensor | None = None  # attend_to_texts' biases, which the model sets if it has some
     images: ImageContext | None = None  # None: the step's tokens are no image's
     guesses: Guesses | None = None  # among the tokens of a decode step
     types: Tensor | None = None  # [tokens] int32, 1 in the second text of a pair, for an encoder; None: 0 everywhere

@@ -71,16 +71,15 @@ class TextAttention(nn.Module):
         window: int | None,
         rotary: RotaryEmbedding | None,
         norms: tuple[NormLayer, NormLayer] | None,
-        biases: BiasTable | None,
         value_norm: bool = False,
     ) -> None:
-        """kv_heads: the rank's heads of keys; window, biases: as for attend_to_texts; norms: of queries, and of keys
+        """kv_heads: the rank's heads of keys; window: as for attend_to_texts; norms: of queries, and of keys
 
         value_norm: as for norm_rotate_store
         """
         super().__init__()
         self.kv_heads, self.scale, self.window = kv_heads, scale, window
-        self.rotary, self.biases, self.value_norm = rotary, biases, value_norm
+        self.rotary, self.value_norm = rotary, value_norm
         self.norms = None if norms is None else nn.ModuleList(norms)
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None else norms[1].norm
@@ -92,9 +91,9 @@ class TextAttention(nn.Module):
         """
         packed = context.prefill
         assert packed is not None
-        biases = None if self.biases is None else self.biases.by_distance()
         q, k, v = self._prepared(qkv, context)
-        return attend_to_texts(q, k, v, packed.query_lens, packed.cu_query_lens, self.scale, self.window, biases)
+        how = self.scale, self.window, context.distance_biases
+        return attend_to_texts(q, k, v, packed.query_lens, packed.cu_query_lens, *how)
 
     def _prepared(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, normalised and rotated."""

@@ -23,19 +23,19 @@ CLASSIFIERS = {
 """The same for classifiers, which score a text by its last token."""
 
 STEMS = ("Bert", "DistilBert", "Electra", "ModernBert", "MPNet", "Roberta", "XLMRoberta")
-ENCODERS = {f"{stem}{kind}": f"{stem}Model" for stem in STEMS for kind in ("Model", "ForMaskedLM")}
-ENCODERS |= {f"{stem}ForPreTraining": f"{stem}Model" for stem in ("Bert", "Electra")}
-ENCODERS |= {name: name for name in ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")}
+OF_ENCODERS = {f"{stem}{kind}": f"{stem}Model" for stem in STEMS for kind in ("Model", "ForMaskedLM")}
+OF_ENCODERS |= {f"{stem}ForPreTraining": f"{stem}Model" for stem in ("Bert", "Electra")}
+OF_ENCODERS |= {name: name for name in ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")}
 """Maps an encoder, with or without a head that guesses tokens, to the class that stands for both."""
 
 ENCODING_CLASSIFIERS = {f"{stem}ForSequenceClassification": f"{stem}Model" for stem in STEMS}
-"""The same for classifiers, which score a text by its first token."""
+"""The same for classifiers, which score a text by its first token, or by the mean."""
 
 OLD_NAMES = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
 """Maps the name that the authors' own code gave to a class to transformers'."""
 
 ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
-READERS = BARE | ENCODERS | ALL_CLASSIFIERS
+READERS = BARE | OF_ENCODERS | ALL_CLASSIFIERS
 
 
 def described_as(name: str) -> str:

@@ -65,7 +65,7 @@ class Decoder(CausalLM):
         super().__init__(model, max_model_len, backend, tp, head_dtype)
         self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
-        self.inputs = DecoderInputs(model, tp)
+        self.inputs = DecoderInputs(model, max_model_len, tp)
         self.embedding = self.inputs.embedding
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)

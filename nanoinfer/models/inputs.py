@@ -11,7 +11,9 @@ from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.positions import PositionEmbedding
+from nanoinfer.layers.text_attention import BiasTable
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.matrix import LinearMap
 from nanoinfer.weights.shards import Section
@@ -23,7 +25,7 @@ class DecoderInputs(nn.Module):
     Each rank has its part of them, which the first joint adds up, unless something before needs whole vectors.
     """
 
-    def __init__(self, model: Description, tp: TensorParallel) -> None:
+    def __init__(self, model: Description, max_model_len: int, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
@@ -36,13 +38,16 @@ class DecoderInputs(nn.Module):
         self.positions = None if model.positions is None else PositionEmbedding(model.positions, width, tp)
         self.types = None if model.token_types is None else PositionEmbedding(model.token_types, width, tp)
         self.layer_inputs = _make_layer_inputs(model, tp)
+        self.biases = _make_biases(model, max_model_len, tp)
         self.norm = None
         if model.embedding_norm is not None:
             kind = model.inner_norm or model.norm
             self.norm = NormLayer(model.embedding_norm, width, model.norm_eps, kind)
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
-        """Return [tokens, hidden_size] of token ids, [tokens] int32; sets context.layer_inputs, if layers have some."""
+        """Return [tokens, hidden_size] of token ids, [tokens] int32; sets what layers get beside them."""
+        if self.biases is not None:
+            context.distance_biases = self.biases.by_distance()
         x: Tensor = self.embedding(token_ids)
         if self.scale != 1:
             x = x * self.scale
@@ -74,6 +79,13 @@ def _make_projection(model: Description) -> LinearMap | None:
         return None
     section = Section(model.embedding_projection, model.hidden_size, (model.hidden_size, size), 0)
     return model.formats.make_matrix([section], size, model.projects_last)
+
+
+def _make_biases(model: Description, max_model_len: int, tp: TensorParallel) -> BiasTable | None:
+    if model.distance_biases is None:
+        return None
+    share = share_of(model.num_heads, tp.rank, tp.size)
+    return BiasTable(model.distance_biases, share, model.num_heads, max_model_len)
 
 
 def _make_layer_inputs(model: Description, tp: TensorParallel) -> LayerInputs | None:

@@ -15,7 +15,6 @@ from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
 from nanoinfer.models.description import Description
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_mlp
-from nanoinfer.models.self_attention import make_biases
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 Rotaries = dict[Rope, RotaryEmbedding]
@@ -83,11 +82,11 @@ def make_layers(
 ) -> tuple[list[DecoderLayer | ParallelLayer], Joint]:
     """Make the layers, and the joint behind the last one. rotaries: by the layers' ropes"""
     joints, layers = _joints(model, tp), list[DecoderLayer | ParallelLayer]()
-    scaling, biases = model.query_scaling, make_biases(model, max_model_len, tp)
+    scaling = model.query_scaling
     scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
     for layer, rope in enumerate(model.ropes):
         rotary = None if rope is None else rotaries[rope]
-        mixer = make_mixer(model, layer, rotary, scales, backend, tp, biases)
+        mixer = make_mixer(model, layer, rotary, scales, backend, tp)
         mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
         if model.is_parallel:
             layers.append(ParallelLayer(next(joints), mixer, _norm(model, layer, model.names.mlp_norm), mlp, tp))

@@ -10,7 +10,6 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.layers.text_attention import BiasTable
 from nanoinfer.models.description import Description
 from nanoinfer.models.self_attention import SelfAttention, over_cache, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -25,12 +24,11 @@ def make_mixer(
     scales: Tensor | None,
     backend: AttentionBackend,
     tp: TensorParallel,
-    biases: BiasTable | None = None,
 ) -> Mixer:
-    """Make a layer's mixer. rotary, scales, backend, biases: for attention"""
+    """Make a layer's mixer. rotary, scales, backend: for attention"""
     sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
     if model.is_encoder:
-        return SelfAttention(model, layer, within_texts(model, layer, rotary, biases, tp), tp)
+        return SelfAttention(model, layer, within_texts(model, layer, rotary, tp), tp)
     if sizes is None:
         return SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
     if isinstance(sizes, GatedDelta):

@@ -23,7 +23,7 @@ from nanoinfer.layers.linear import (
 )
 from nanoinfer.layers.norm import Joint, NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
-from nanoinfer.layers.text_attention import BiasTable, TextAttention
+from nanoinfer.layers.text_attention import TextAttention
 from nanoinfer.models.description import Description
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.parallel.shares import share_of
@@ -108,9 +108,7 @@ def over_cache(
     )
 
 
-def within_texts(
-    model: Description, layer: int, rotary: RotaryEmbedding | None, biases: BiasTable | None, tp: TensorParallel
-) -> TextAttention:
+def within_texts(model: Description, layer: int, rotary: RotaryEmbedding | None, tp: TensorParallel) -> TextAttention:
     """Return the attention of an encoder's layer."""
     heads = model.kv_heads[layer]
     kv_heads = len(share_of(heads.count * heads.dim, tp.rank, tp.size, heads.dim)) // heads.dim
@@ -118,15 +116,7 @@ def within_texts(
     q_norm, k_norm = norms or (None, None)
     both = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     scoring = model.attention_scale, model.windows[layer]
-    return TextAttention(kv_heads, *scoring, rotary, both, biases, model.value_norm)
-
-
-def make_biases(model: Description, max_model_len: int, tp: TensorParallel) -> BiasTable | None:
-    """Make the biases that all layers of an encoder have; None: it has none."""
-    if model.distance_biases is None:
-        return None
-    share = share_of(model.num_heads, tp.rank, tp.size)
-    return BiasTable(model.distance_biases, share, model.num_heads, max_model_len)
+    return TextAttention(kv_heads, *scoring, rotary, both, model.value_norm)
 
 
 def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:

@@ -104,9 +104,8 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
         elif name.endswith("down_proj.input_max"):  # the other limits of Gemma 4's tower are infinite
             buffer.fill_(0.1)
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            "A_log"
-        ):  # heads forget slowly: the norm of a head whose sum is near 0 would enlarge its error
+        # Heads forget slowly: the norm of a head whose sum is near 0 would enlarge its error.
+        if name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -5, -2)
         elif parameter.ndim == 1:
             low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm; else Gemma's norm, or a bias

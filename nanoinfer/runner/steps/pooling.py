@@ -102,13 +102,14 @@ def _sums(hidden: Tensor, spans: list[tuple[int, int]], starts: list[int] | None
     for owner, (begin, end) in enumerate(spans):
         places.extend(range(begin, end))
         owners.extend([owner] * (end - begin))
-    weights = array("i", [1]) * len(places)
+    sums = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float64, device=hidden.device)
+    arrays = [places, owners]
     if starts is not None:
         counted = [range(1 + start, 1 + start + end - begin) for start, (begin, end) in zip(starts, spans, strict=True)]
-        weights = array("i", chain.from_iterable(counted))
-    sums = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float64, device=hidden.device)
-    parts = (upload(values, hidden.device).split(ADDED_AT_ONCE) for values in (places, owners, weights))
-    for own, of, times in zip(*parts, strict=True):
+        arrays.append(array("i", chain.from_iterable(counted)))
+    for own, of, *times in zip(*(upload(part, hidden.device).split(ADDED_AT_ONCE) for part in arrays), strict=True):
         numbers = hidden[own.long()].double().mul_(UNIT).round_()
-        sums.index_add_(0, of, numbers if starts is None else numbers.mul_(times.unsqueeze(1)))
+        for factors in times:
+            numbers.mul_(factors.unsqueeze(1))
+        sums.index_add_(0, of, numbers)
     return sums.div_(UNIT)

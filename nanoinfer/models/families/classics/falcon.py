@@ -10,6 +10,7 @@ import torch
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.alibi import alibi_slopes
 from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.families.classics.bloom import NAMES
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.reading import describe_common
@@ -18,14 +19,6 @@ from nanoinfer.models.settings import size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-NAMES = ModuleNames(
-    last_norm="model.ln_f",
-    qkv=("self_attention.query_key_value",),
-    o="self_attention.dense",
-    gate_up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
-)
 
 
 def describe(config: PretrainedConfig) -> Description:
