@@ -31,7 +31,7 @@ from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import FILES
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import OfTower
+from nanoinfer.weights.names import OfTower
 
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
 TEXT = list(range(30, 60))

@@ -31,7 +31,8 @@ from nanoinfer.vision.pixels import bytes_of, count_embeddings
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import TOWER, FileSource, OfTower, RandomSource
+from nanoinfer.weights.names import TOWER, OfTower
+from nanoinfer.weights.sources import FileSource, RandomSource
 
 CPU = torch.device("cpu")
 SIZES = [(61, 97), (150, 40), (64, 64), (33, 200)]  # width and height: odd ones, too

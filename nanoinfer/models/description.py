@@ -24,7 +24,7 @@ from nanoinfer.pooling.read import LabelsOf
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.sources import AS_STORED, Beside, Spelling
+from nanoinfer.weights.names import AS_STORED, Beside, Spelling
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 

@@ -19,8 +19,9 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.trainer import functions
 from nanoinfer.trainer.functions import Heads, PackedSequences
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.names import AS_STORED
 from nanoinfer.weights.shards import Shard, table_of
-from nanoinfer.weights.sources import AS_STORED, FileSource, TensorSource
+from nanoinfer.weights.sources import FileSource, TensorSource
 
 
 def reference(

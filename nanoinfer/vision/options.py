@@ -12,9 +12,10 @@ from nanoinfer.checks import check_flag, short
 from nanoinfer.hub import has_tokenizer
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.processor import FILES
+from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.roll import FILE_NAMES
 from nanoinfer.weights.shards import FLOATS
-from nanoinfer.weights.sources import FileSource, OfTower
+from nanoinfer.weights.sources import FileSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

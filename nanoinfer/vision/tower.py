@@ -14,8 +14,8 @@ from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
 from nanoinfer.vision.pixels import COUNT, GRIDS, PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
 from nanoinfer.vision.spans import Encoded
+from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.shards import Shard, Table
-from nanoinfer.weights.sources import OfTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

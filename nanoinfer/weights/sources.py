@@ -7,7 +7,6 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,137 +19,13 @@ from nanoinfer.checks import short
 from nanoinfer.hub import GGUF, NO_GGUF
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
 from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Shard, Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-TOWER = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "visual.",
-    "embed_vision.",
-    "vision_embedder.",
-)  # those of its tower
-# These begin those of all its other tensors.
-OTHER_MODELS = (
-    *TOWER,
-    "audio_tower.",
-    "embed_audio.",
-    "vision_tokenizer.",
-    "audio_tokenizer.",
-    "vision_adapter.",
-    "vision_projection.",
-)
-SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
-
-
-class Names(Protocol):
-    """Tells which of a checkpoint's tensors a table may name, and how."""
-
-    def known_name(self, name: str) -> str | None:
-        """Return the name that the table has for a tensor of this name; None if the tensor belongs to another part."""
-        ...
-
-    def is_turned(self, name: str) -> bool:
-        """Return whether the matrix of this name in the table is stored as [in, out]."""
-        ...
-
-
-class OfTower:
-    """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
-
-    def known_name(self, name: str) -> str | None:
-        """Return a tensor's name in the tower; None if the tensor belongs to another part."""
-        known = name.removeprefix("model.")
-        if not known.startswith(TOWER):
-            return None
-        for spelling, ours in SPELLINGS:
-            known = known.replace(spelling, ours, 1)
-        return known
-
-    def is_turned(self, name: str) -> bool:
-        """Return that no matrix is."""
-        return False
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """How checkpoints of a model write what others write as the table does.
-
-    beginnings: of names in a checkpoint, and how they begin in the table; the first that fits counts
-    turned: the ends of the names of matrices that are stored as [in, out]
-    unread: the ends of the names of tensors that nobody reads
-    parts: of names in some checkpoints, and how others and the table write them
-    """
-
-    beginnings: tuple[tuple[str, str], ...] = ()
-    turned: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    parts: tuple[tuple[str, str], ...] = ()
-
-    def known_name(self, name: str) -> str | None:
-        """Return the name in the table; None if nobody reads the tensor."""
-        for part, known in self.parts:
-            name = name.replace(part, known)
-        begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[0])), ("", ""))
-        return None if name.endswith(self.unread) else ours + name[len(begin) :]
-
-    def stored_name(self, name: str) -> str:
-        """Return a name in the checkpoint."""
-        begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[1])), ("", ""))
-        return begin + name[len(ours) :]
-
-    def is_turned(self, name: str) -> bool:
-        """Return whether the matrix of this name in the table is stored as [in, out]."""
-        return name.endswith(self.turned)
-
-
-AS_STORED = Spelling()
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What a checkpoint holds beside the language model.
-
-    is_multimodal: other models' tensors; the language model's have a prefix
-    has_tower: of these, the tower's are read too
-    skipped: how the names of further tensors begin that nobody reads
-    may_be_bare: names may lack the "model." with which those of a model with a head begin
-    spelling: that of the language model's names
-    """
-
-    is_multimodal: bool = False
-    has_tower: bool = False
-    skipped: tuple[str, ...] = ()
-    may_be_bare: bool = False
-    spelling: Spelling = AS_STORED
-
-    def known_name(self, name: str) -> str | None:
-        """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
-        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
-            return OfTower().known_name(name) if self.has_tower else None
-        known = self.spelling.known_name(name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name)
-        if known is None or known.startswith(self.skipped):
-            return None
-        return f"model.{known}" if self.may_be_bare and not known.startswith("model.") else known
-
-    def is_turned(self, name: str) -> bool:
-        """Return whether the matrix of this name in the table is stored as [in, out]."""
-        return self.spelling.is_turned(name)
-
-    def stored_name(self, name: str) -> str:
-        """Return the name that a new checkpoint has for a tensor of the language model or of the tower."""
-        if not self.is_multimodal:
-            return self.spelling.stored_name(name)
-        if name.startswith(OTHER_MODELS):
-            return f"model.{name}"
-        return name.replace("model.", f"model.{LANGUAGE_MODEL}", 1)
-
-
-NOTHING = Beside()
 
 
 class Source(Protocol):

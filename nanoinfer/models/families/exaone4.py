@@ -13,7 +13,7 @@ from nanoinfer.models.experts import listed_layers, read_corrected_experts, read
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, size_of
-from nanoinfer.weights.sources import Spelling
+from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

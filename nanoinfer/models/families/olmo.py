@@ -14,7 +14,7 @@ from nanoinfer.models.families.qwen3_5 import read_delta
 from nanoinfer.models.reading import describe_common, read_mixers, read_windows, refuse_windows
 from nanoinfer.models.rope import read_max_position, read_rope
 from nanoinfer.models.settings import head_dim_of, positive_or_none, refuse, size_of
-from nanoinfer.weights.sources import Spelling
+from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,9 +11,9 @@ from nanoinfer.weights.adapters.bases import Bases
 from nanoinfer.weights.adapters.config import MERGE
 from nanoinfer.weights.adapters.low_rank import LowRank
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
+from nanoinfer.weights.names import AS_STORED, LANGUAGE_MODEL, OTHER_MODELS, Spelling
 from nanoinfer.weights.roll import listed, names_like
 from nanoinfer.weights.shards import table_of
-from nanoinfer.weights.sources import AS_STORED, LANGUAGE_MODEL, OTHER_MODELS, Spelling
 
 WEIGHT = ".weight"
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # end the names of what weighs experts, or come just before the end

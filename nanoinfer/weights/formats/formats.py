@@ -12,8 +12,8 @@ from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.rotated.format import Rotation, rotated
 from nanoinfer.weights.formats.settings import EXPRESSION, check_patterns
+from nanoinfer.weights.names import LANGUAGE_MODEL
 from nanoinfer.weights.shards import Section
-from nanoinfer.weights.sources import LANGUAGE_MODEL
 
 ALL = EXPRESSION  # the pattern of all names
 # The output projection, and what decides a delta rule's strengths and decays.
@@ -66,7 +66,7 @@ class Formats:
         check_patterns(pattern for patterns, _ in self.rules for pattern in patterns)
 
     def of_language_model(self) -> Formats:
-        """Return those of a multimodal checkpoint's language model, whose names lose a part: see sources.Beside."""
+        """Return those of a multimodal checkpoint's language model, whose names lose a part: see names.Beside."""
         part = re.escape(LANGUAGE_MODEL.removesuffix("."))
 
         def known(pattern: str) -> str:

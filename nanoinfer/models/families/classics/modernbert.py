@@ -11,7 +11,7 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description, ModuleNam
 from nanoinfer.models.reading import describe_common, heads_of_their_own, read_activation, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of
-from nanoinfer.weights.sources import Spelling
+from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

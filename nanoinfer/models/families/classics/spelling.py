@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.models.description import EMBEDDING
-from nanoinfer.weights.sources import Spelling
+from nanoinfer.weights.names import Spelling
 
 MASKS = (  # older files have them
     ".attn.bias",

@@ -11,7 +11,7 @@ from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own
 from nanoinfer.models.settings import refuse, size_of
-from nanoinfer.weights.sources import Spelling
+from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
