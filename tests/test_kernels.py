@@ -230,9 +230,10 @@ def test_xielu(numbers: tuple[float, ...], dtype: torch.dtype) -> None:
     expected = oracle(x.double()).to(dtype)
     given = torch.tensor(numbers, device=DEVICE)
     for out in (xielu(x.cpu(), given.cpu()).to(DEVICE), xielu_triton(x, given)):
-        assert out[0, 2].isnan()
-        accuracy = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-        torch.testing.assert_close(out, expected, rtol=accuracy, atol=1e-7, equal_nan=True)
+        accuracy = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
+        torch.testing.assert_close(out[0, :4], expected[0, :4], rtol=accuracy, atol=0, equal_nan=True)
+        sizes = torch.maximum(expected.abs(), x.abs() / 8)[:, 4:]  # near -2 it crosses 0: its terms are larger
+        assert ((out - expected)[:, 4:].abs() <= accuracy * sizes).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

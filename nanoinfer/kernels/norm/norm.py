@@ -273,8 +273,8 @@ def _norm_kernel(
 
 @triton.jit
 def load_norm(weight_ptr, bias_ptr, offsets, mask):
-    """Load a norm's weight and bias; a bias of None stays None."""
-    weight, bias = tl.load(weight_ptr + offsets, mask=mask, other=0.0), None
+    """Load a norm's weight and bias; one that is missing is 0."""
+    weight, bias = tl.load(weight_ptr + offsets, mask=mask, other=0.0), tl.full([], 0.0, tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + offsets, mask=mask, other=0.0)
     return weight, bias
@@ -294,7 +294,5 @@ def norm_block(x, weight, bias, size, eps, FORM: tl.constexpr):
     else:
         if FORM == "layer_plus_one":
             weight = (1.0 + weight.to(tl.float32)).to(weight.dtype)  # rounded, as in Nemotron
-        normed *= weight.to(tl.float32)
-        if bias is not None:
-            normed += bias.to(tl.float32)
+        normed = normed * weight.to(tl.float32) + bias.to(tl.float32)
         return normed.to(x.dtype)
