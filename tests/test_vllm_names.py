@@ -572,7 +572,7 @@ class TestReadingTexts:
         config = AutoConfig.from_pretrained(BUNDLED_MODEL, num_labels=labels, pad_token_id=0)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
         AutoTokenizer.from_pretrained(BUNDLED_MODEL).save_pretrained(tmp_path)
-        own = {"dtype": "float32", "gpu_memory_utilization": 0.2}  # two share a GPU
+        own = {"dtype": "float32", "num_kvcache_blocks": 8}  # two share a GPU
         with LLM(str(tmp_path), **own) as ours, vllm.LLM(str(tmp_path), **own) as theirs:
             expected = ours.classify(list(self.TEXTS))
             found = theirs.classify(list(self.TEXTS))

@@ -9,6 +9,8 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 
 DBRX = {"moe_num_experts": 5, "moe_top_k": 2, "ffn_hidden_size": 24}
 WIDE = {"hidden_size": 64, "d_model": 64}  # the experts' config is made of d_model
 
+GRANITE = {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.2}  # 1, its default, magnifies
+
 GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -18,7 +20,7 @@ GPT_OSS = {
 SPARSE = {
     "mixtral": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral window": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "sliding_window": 24}),
-    "granitemoe": Case("GraniteMoeForCausalLM", "granitemoe", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoe": Case("GraniteMoeForCausalLM", "granitemoe", GRANITE),
     "granitemoe multipliers, biases": Case(
         "GraniteMoeForCausalLM",
         "granitemoe",
@@ -36,17 +38,17 @@ SPARSE = {
     "granitemoeshared": Case(
         "GraniteMoeSharedForCausalLM",
         "granitemoeshared",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "residual_multiplier": 0.4},
+        {**GRANITE, "shared_intermediate_size": 24, "residual_multiplier": 0.4},
     ),
     "granitemoeshared without a shared expert": Case(
         "GraniteMoeSharedForCausalLM",
         "granitemoeshared",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+        {**GRANITE, "shared_intermediate_size": 0},
     ),
     "granitemoeswa": Case(
         "GraniteMoeSWAForCausalLM",
         "granitemoe_swa",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "logits_scaling": 2.5},
+        {**GRANITE, "sliding_window": 24, "logits_scaling": 2.5},
     ),
     "hunyuanmoe alpha, biases, a count a layer": Case(
         "HunYuanMoEV1ForCausalLM",
