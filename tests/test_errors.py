@@ -155,7 +155,7 @@ class TestPrompts:
             outputs = llm.generate(many, greedy(4), use_tqdm=False)
             assert {tuple(output["token_ids"]) for output in outputs} == {tuple(outputs[0]["token_ids"])}
         for token_ids in prompts:
-            assert llm._inputs.check_one(token_ids, None)[0] == [30, 31, 32]
+            assert llm._inputs.check_one(token_ids, None).token_ids == [30, 31, 32]
 
     @pytest.mark.parametrize(
         "prompt",

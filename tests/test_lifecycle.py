@@ -31,7 +31,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.process import interrupts
-from nanoinfer.process.collector import NEVER, no_full_collection
+from nanoinfer.process.collector import MANY, NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.plan import CPU_BUDGET
@@ -267,7 +267,7 @@ def test_generate_makes_no_full_collections(make_llm: Callable[..., LLM]) -> Non
     llm, before, during = make_llm(), gc.get_threshold(), []
     llm.engine.on_step = lambda _: during.append(gc.get_threshold())
     llm.generate([[30]], greedy(2), use_tqdm=False)
-    assert set(during) == {(*before[:2], NEVER)}
+    assert set(during) == {(MANY, before[1], NEVER)}
     assert gc.get_threshold() == before
     llm.engine.on_step = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -283,6 +283,17 @@ def test_blocks_without_full_collections_may_overlap() -> None:
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == before
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(0, *before[1:])
+        with no_full_collection():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold() == (0, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., LLM]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -63,7 +64,7 @@ class LLMEngine(EngineClient):
 
     def add_request(
         self,
-        prompt: list[int] | VisionPrompt,
+        prompt: list[int] | array[int] | VisionPrompt,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,

@@ -50,7 +50,7 @@ class Scheduler:
         """long_from: a sequence of more tokens is computed as a long one; None: all are short.
 
         speculation: says how many guesses a step verifies; None: none does
-        in_one_step: a step computes a prompt whole, and has room for the longest
+        in_one_step: a step computes a prompt whole, which holds no blocks, and has room for the longest
         """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -91,12 +91,30 @@ class Scheduler:
 
         in_flight: whether there are scheduled steps whose tokens are not known yet
         """
+        if self.in_one_step:
+            return self._schedule_texts()
         if self.block_manager.begin_step():
             self.admission.is_shut = False
         step = (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
         if step is None and self.waiting and (not in_flight or self.block_manager.is_restoring):
             step = self._schedule_prefill()  # nobody decodes, for the blocks that a prompt has got
         return step
+
+    def _schedule_texts(self) -> PrefillStep | None:
+        """Plan a step of whole prompts that hold no blocks and get no tokens."""
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        for seq in self.waiting:
+            budget -= len(seq)
+            if budget < 0:
+                break
+            chunks.append(Chunk(seq, 0, len(seq), is_last=True))
+            seq.num_scheduled = len(seq)
+            seq.status = SequenceStatus.ENDING
+        seqs = [chunk.seq for chunk in chunks]
+        self.waiting.remove_all(seqs)
+        self.running.extend(seqs)
+        return PrefillStep(chunks, []) if chunks else None
 
     def _prefill_is_due(self) -> bool:
         """Whether the next step is to prefill, while decoding waits.
@@ -122,8 +140,6 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         budget, num_promised = self.max_num_batched_tokens, 0  # rows for followers
         while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
-            if self.in_one_step and len(seq) > budget:
-                break
             if not seq.block_tables:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 if chunks and self.block_manager.should_wait(seq):
@@ -301,7 +317,7 @@ class Scheduler:
         scored = step.scored if isinstance(step, PrefillStep) else []
         ended = [seq for seq in scored if not seq.is_finished]
         for seq in ended:
-            if seq.prompt_logprobs.has_nan:
+            if len(seq.prompt_logprobs) and seq.prompt_logprobs.has_nan:
                 self.block_manager.prefixes.forget(seq)
             self.finish(seq, "length")
         return ended

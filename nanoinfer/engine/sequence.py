@@ -84,7 +84,7 @@ class Sequence:
 
     def __init__(
         self,
-        prompt: list[int],
+        prompt: list[int] | array[int],
         params: SamplingParams,
         seed: int,
         max_model_len: int,

@@ -14,7 +14,7 @@ from nanoinfer.logprob import CandidatesLog
 from nanoinfer.replicas.messages import Report
 from nanoinfer.replicas.replicas import Change, Replicas
 from nanoinfer.replicas.sharing import Sharing, Unit
-from nanoinfer.requests.prompts import beginning_of, ids_of
+from nanoinfer.requests.prompts import beginning_of
 from nanoinfer.requests.tasks.messages import Task, TaskProgress
 from nanoinfer.requests.tasks.results import SampleResult
 
@@ -48,12 +48,12 @@ class SharedTasks:
                 self.sharing.add((task.number, index), key)
 
     def _most_tokens(self, task: Task) -> int:
-        room = self._config.max_model_len - len(ids_of(task.prompt))
+        room = self._config.max_model_len - len(task.prompt)
         return room if task.params.max_tokens is None else min(task.params.max_tokens, room)
 
     def _key_of(self, task: Task) -> Hashable:
         block = self._config.cache_layout.prefix_size
-        if len(ids_of(task.prompt)) <= block:
+        if len(task.prompt) <= block:
             return "request", task.number
         return task.params.adapter, beginning_of(task.prompt, block)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
@@ -11,12 +12,24 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
-from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, OutputOf, Prepared, SomeTokens, Tokens, ids_of
+from nanoinfer.requests.prompts import (
+    Asked,
+    CallPrompts,
+    ComingRequest,
+    OutputOf,
+    PackedTokens,
+    Prepared,
+    SomeTokens,
+    Tokens,
+    ids_of,
+)
 from nanoinfer.requests.settings import (
     NO_ADAPTERS,
     CallAdapters,
@@ -122,8 +135,8 @@ class Inputs:
         """Return a prompt ready to run, when its images are prepared."""
         asked, settings = coming.asked, coming.settings
         prompt = self._tokens_of(asked, coming.seen)
-        tokens = self._check_tokens(asked.name, prompt, settings.params)
-        return Prepared(tokens, asked.text, *settings, output_of=coming.output_of)
+        packed = self._check_tokens(asked.name, prompt, settings.params)
+        return Prepared(packed, ids_of(prompt), asked.text, *settings, output_of=coming.output_of)
 
     def check_continuations(
         self, prompt: SomePrompts, continuations: Any, adapter: str | None
@@ -179,7 +192,8 @@ class Inputs:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
         params = _salted(replace(params, prompt_logprobs_start=len(ids_of(first))), asked.cache_salt)
         prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
-        return Prepared(self._check_tokens(f"{asked.name} + {name}", prompt, params), None, params, None)
+        packed = self._check_tokens(f"{asked.name} + {name}", prompt, params)
+        return Prepared(packed, ids_of(prompt), None, params, None)
 
     def check_chats(
         self,
@@ -240,7 +254,9 @@ class Inputs:
         return [decode(self._check_ids(f"ids[{index}]", entry)) for index, entry in enumerate(entries)]
 
     def _check_ids(self, name: str, ids: object) -> list[int]:
-        return self._check_range(name, _token_ids(name, ids, "a list of token ids"))
+        token_ids = _token_ids(name, ids, "a list of token ids")
+        self._pack(name, token_ids)
+        return token_ids
 
     def _read(self, name: str, prompt: object) -> Asked:
         if isinstance(prompt, Mapping) and MESSAGES in prompt:
@@ -317,11 +333,11 @@ class Inputs:
             return self.texts.tokenize(name, prompt, add_special_tokens)
         return _token_ids(name, prompt)
 
-    def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> SomeTokens:
+    def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> PackedTokens:
         token_ids = ids_of(prompt)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
-        self._check_range(name, token_ids)
+        packed = self._pack(name, token_ids)
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
             has, hint = _describe_length(prompt)
@@ -336,14 +352,20 @@ class Inputs:
         if params.prompt_logprobs_start >= length:
             start = short(params.prompt_logprobs_start)
             raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
-        return prompt
+        return prompt if isinstance(prompt, VisionPrompt) else packed
 
-    def _check_range(self, name: str, token_ids: list[int]) -> list[int]:
+    def _pack(self, name: str, token_ids: list[int]) -> array[int]:
+        """Return tokens as engines take them. Raises ValueError for one that the vocabulary does not have."""
         vocab_size = self.config.description.vocab_size
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
-        return token_ids
+        try:
+            packed = array("i", token_ids)
+            are_known = not packed or np.frombuffer(packed, np.uint32).max() < vocab_size  # one below 0 is the largest
+        except OverflowError:
+            are_known = False
+        if not are_known:
+            wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise ValueError(f"{name} has token id {short(wrong)}: must be from 0 to {vocab_size - 1}")
+        return packed
 
 
 def _salted(params: SamplingParams, salt: str | None) -> SamplingParams:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.requests.settings import Settings
@@ -15,6 +16,7 @@ from nanoinfer.vision.spans import VisionPrompt
 
 Tokens = str | ListLike[int]
 SomeTokens = list[int] | VisionPrompt
+PackedTokens: TypeAlias = "array[int] | VisionPrompt"  # as engines take them
 
 
 class Asked(NamedTuple):
@@ -68,20 +70,17 @@ class Prepared(NamedTuple):
     """A prompt that can run.
 
     prompt, params, grammar: its tokens, with images if there are some, and its settings
+    token_ids: the same tokens, in which each image has all of its placeholders
     text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
     output_of: makes the output of a text that is read; None: the request generates
     """
 
-    prompt: SomeTokens
+    prompt: PackedTokens
+    token_ids: list[int]
     text: str | None
     params: SamplingParams
     grammar: Grammar | None
     output_of: OutputOf | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its tokens, in which each image has all of its placeholders."""
-        return ids_of(self.prompt)
 
 
 class CallPrompts:
@@ -136,7 +135,7 @@ def ids_of(prompt: SomeTokens) -> list[int]:
     return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
 
 
-def beginning_of(prompt: SomeTokens, count: int) -> int:
+def beginning_of(prompt: PackedTokens, count: int) -> int:
     """Return a hash of a prompt's first tokens, and of the images there."""
-    spans = prompt.spans if isinstance(prompt, VisionPrompt) else ()
-    return hash((*ids_of(prompt)[:count], *(span.key for span in spans if span.start < count)))
+    tokens, spans = (prompt.token_ids, prompt.spans) if isinstance(prompt, VisionPrompt) else (prompt, ())
+    return hash((*tokens[:count], *(span.key for span in spans if span.start < count)))

@@ -74,14 +74,14 @@ class Requests:
         self._tasks.queue([request.task()], longest_first=False)
         return request
 
-    def add_all(self, prompts: list[Prepared]) -> list[Request]:
+    def add_all(self, prompts: list[Prepared], longest_first: bool = True) -> list[Request]:
         """Queue the requests of one call, and return them in the same order.
 
-        If some must wait for others, those that may get more tokens begin sooner. Otherwise a long one that begins late
-        runs almost alone in the end.
+        longest_first: if some must wait for others, those that may get more tokens begin sooner. Otherwise a long one
+            that begins late runs almost alone in the end
         """
         requests = [self._make(prompt, streams=False) for prompt in prompts]
-        self._tasks.queue([request.task() for request in requests], longest_first=True)
+        self._tasks.queue([request.task() for request in requests], longest_first)
         return requests
 
     def _make(self, prompt: Prepared, streams: bool) -> Request:

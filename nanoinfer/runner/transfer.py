@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,15 +27,16 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def upload_all(arrays: list[array[int]], device: torch.device) -> list[Tensor]:
+def upload_all(arrays: Sequence[array[int] | npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
     """Upload several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or Triton would compile anew."""
-    packed, starts = array("i"), []
-    for values in arrays:
-        starts.append(len(packed))
-        packed += values
-        packed.extend([0] * (-len(packed) % 4))
-    whole = upload(packed, device)
-    return [whole[start : start + len(values)] for start, values in zip(starts, arrays, strict=True)]
+    lens = [len(values) for values in arrays]
+    starts = [*accumulate((-(-count // 4) * 4 for count in lens), initial=0)]
+    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    for start, count, values in zip(starts, lens, arrays, strict=False):
+        packed[start : start + count] = values
+    whole = host.to(device, non_blocking=True)
+    return [whole[start : start + count] for start, count in zip(starts, lens, strict=False)]
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -51,6 +51,9 @@ class VisionPrompt:
     pixels: tuple[Mapping[str, Tensor], ...]
     counts: Mapping[str, int]
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
     def followed_by(self, token_ids: list[int]) -> VisionPrompt:
         """Return this prompt with further tokens, which are no image's."""
         count, positions = len(self.token_ids), self.positions

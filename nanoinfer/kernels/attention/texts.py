@@ -100,7 +100,7 @@ def attend_to_texts_triton(
     """attend_to_texts as one launch."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
-    block_m, block_n, stages = _tile(head_dim, q.itemsize)
+    block_m, block_n, warps, stages = _tile(head_dim, q.itemsize)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k.stride() == v.stride()
     _text_kernel[(cdiv(max(lens), block_m), len(lens), heads)](
@@ -121,19 +121,19 @@ def attend_to_texts_triton(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
-        num_warps=4,
+        num_warps=warps,
         num_stages=stages,
         **launch_options(q),
     )
     return out
 
 
-def _tile(head_dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the queries of a program, the keys at a time, and how many of these are on their way at once."""
+def _tile(head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Return the queries of a program, the keys at a time, its warps, and how many steps of keys are on their way."""
     head_bytes = head_dim * itemsize
     if head_bytes <= 256:
-        return (64, 64, 2) if itemsize == 2 else (32, 32, 2)  # float32 is multiplied in registers
-    return (32, 32, 2) if head_bytes <= 512 else (16, 32, 1)
+        return (64, 64, 4, 2) if itemsize == 2 else (32, 32, 4, 2)  # float32 is multiplied in registers
+    return (32, 32, 4, 2) if head_bytes <= 512 else (16, 32, 4, 1)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -171,6 +171,7 @@ def _text_kernel(
     kv_head = head // GROUP
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    factor = scale if biases_ptr is None else 1.0  # of scores without a bias: one instruction takes it and the exponent
     low, high = 0, length
     if WINDOW is not None:
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -181,21 +182,23 @@ def _text_kernel(
         kv_mask = (n < length)[:, None] & in_head[None, :]
         k = tl.load(k_ptr + places, mask=kv_mask, other=0.0)
         v = tl.load(v_ptr + places, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = n[None, :] - m[:, None]
-        is_seen = (n < length)[None, :] & (m < length)[:, None]
+        is_seen = (n < length)[None, :]
         if biases_ptr is not None:
             column = head * (2 * most + 1) + most + distance
-            scores += tl.load(biases_ptr + column, mask=is_seen, other=0.0) * LOG2_E
+            bias = tl.load(biases_ptr + column, mask=is_seen & (m < length)[:, None], other=0.0)
+            scores = scores * scale + bias * LOG2_E
         if WINDOW is not None:
             is_seen = is_seen & (distance < WINDOW) & (distance > -WINDOW)
         scores = tl.where(is_seen, scores, -1e30)
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.where(is_seen, tl.exp2(scores - new_top[:, None]), 0.0)
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
+        # Where a tile holds no key that a query sees, its weights are wrong, and the first key seen shrinks them to 0.
+        weights = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = acc / total[:, None]
     out_places = rows[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + d[None, :]
     tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=q_mask)

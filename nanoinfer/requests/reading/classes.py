@@ -14,6 +14,7 @@ from nanoinfer.pooling.activations import Vector, sigmoid
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, facts_of
 from nanoinfer.requests.request import Request
+from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,11 +41,11 @@ class Classes:
 
     def trim(self, prompt: Prepared) -> Prepared:
         """Leave out padding at a prompt's end: transformers scores the last token that is none."""
-        ids, pad = prompt.prompt, self._settings.get_text_config().pad_token_id
-        if not isinstance(ids, list) or pad is None or ids[-1] != pad:
+        packed, pad = prompt.prompt, self._settings.get_text_config().pad_token_id
+        if isinstance(packed, VisionPrompt) or pad is None or packed[-1] != pad:
             return prompt
-        last = next((place for place in reversed(range(len(ids))) if ids[place] != pad), 0)
-        return prompt._replace(prompt=ids[: last + 1])
+        end = 1 + next((place for place in reversed(range(len(packed))) if packed[place] != pad), 0)
+        return prompt._replace(prompt=packed[:end], token_ids=prompt.token_ids[:end])
 
     def classified(self, request: Request) -> ClassificationOutput:
         """Return the output of a text."""

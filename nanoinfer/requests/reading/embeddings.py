@@ -89,21 +89,30 @@ class Embeddings:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked
 
-    def output(self, request: Request, dimensions: int | None, normalize: bool | None) -> EmbeddingOutput:
-        """Return the output of a text. dimensions: as check_dimensions returns it; normalize: as for LLM.embed"""
-        result, embedding = request.first_result(), None
-        if result.pooled is not None:
-            embedding = self._embedding(result.pooled, len(request.prompt.token_ids), dimensions, normalize)
-        return EmbeddingOutput(facts_of(request, result), embedding=embedding)
+    def outputs(self, requests: list[Request], dimensions: int | None, normalize: bool | None) -> list[EmbeddingOutput]:
+        """Return the outputs of texts. dimensions: as check_dimensions returns it; normalize: as for LLM.embed"""
+        results = [(request, request.first_result()) for request in requests]
+        pooled = [
+            result.pooled / self.read.divisor(len(request.prompt.token_ids))
+            for request, result in results
+            if result.pooled is not None
+        ]
+        made = iter(self._embeddings(pooled, dimensions, normalize))
+        return [
+            EmbeddingOutput(facts_of(request, result), embedding=None if result.pooled is None else next(made))
+            for request, result in results
+        ]
 
-    def _embedding(self, pooled: Vector, tokens: int, dimensions: int | None, normalize: bool | None) -> Vector:
-        x = (pooled / self.read.divisor(tokens)).astype(np.float32, copy=False)
+    def _embeddings(self, pooled: list[Vector], dimensions: int | None, normalize: bool | None) -> list[Vector]:
+        """Return the embeddings of several texts; each is the same in any company."""
+        if not pooled:
+            return []
+        x = np.array(pooled, dtype=np.float32)
         for module in self.model.behind:
-            x = module(x)
-        normalizes = self.model.normalises if normalize is None else normalize
-        x = _with_length_1(x[:dimensions]) if normalizes else x[:dimensions]
-        return x if dimensions is not None else x[: self.model.settings.truncate_dim]
-
-
-def _with_length_1(x: Vector) -> Vector:
-    return x / np.maximum(np.linalg.norm(x), np.float32(SMALLEST))
+            x = np.stack([module(row) for row in x])
+        x = x[:, :dimensions]
+        if self.model.normalises if normalize is None else normalize:
+            lens = np.sqrt(np.square(x).sum(axis=1, keepdims=True))
+            x = x / np.maximum(lens, np.float32(SMALLEST))
+        kept = x.shape[1] if dimensions is not None else self.model.settings.truncate_dim
+        return [row[:kept].copy() for row in x]  # a view would keep those of the others, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 
 from nanoinfer.config import Config
@@ -11,6 +11,7 @@ from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reading.texts import SomeTexts
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.requests import Requests
 
@@ -31,8 +32,19 @@ class Room:
         """Whether another text may come."""
         return self._texts < self._most_texts and self._tokens < self._most_tokens
 
-    def count(self, prompt: Prepared, sign: int = 1) -> None:
-        """Count a text that comes. sign: -1 for one that goes"""
+    def take(self, texts: SomeTexts) -> list[Prepared]:
+        """Take the next texts while there is room, and count them; fewer come if none is left."""
+        taken: list[Prepared] = []
+        while self.is_left and (prompt := texts.next_text()) is not None:
+            taken.append(prompt)
+            self._count(prompt, 1)
+        return taken
+
+    def give_back(self, prompt: Prepared) -> None:
+        """Count a text out that goes."""
+        self._count(prompt, -1)
+
+    def _count(self, prompt: Prepared, sign: int) -> None:
         self._texts += sign
         self._tokens += sign * len(prompt.token_ids)
 
@@ -50,14 +62,14 @@ class ShownTexts(Shown):
 def read_all(
     requests: Requests,
     room: Room,
-    take: Callable[[], Prepared | None],
+    take: Callable[[], list[Prepared]],
     count: int | None,
     use_tqdm: UseTqdm,
     check_open: Callable[[], None],
-) -> Generator[Request, None, None]:
+) -> Generator[list[Request], None, None]:
     """Queue texts while there is room, step, and yield the requests that have ended, in the order of the texts.
 
-    take: returns the next text, or None behind the last one; count: of the texts, if known
+    take: returns the next texts for which there is room, fewer behind the last one; count: of the texts, if known
     check_open: raises an error if the engine can make no steps any more
     """
     added: deque[Request] = deque()
@@ -65,13 +77,11 @@ def read_all(
     with closing(make_bar(count, use_tqdm, "Reading")) as bar:
         shown, num_ended, num_added = ShownTexts(bar), 0, 0
         while has_more or added:
-            while has_more and room.is_left:
-                if (prompt := take()) is None:
-                    has_more = False
-                    break
-                room.count(prompt)
-                added.append(requests.add(prompt))
-                num_added += 1
+            if has_more and room.is_left:
+                prompts = take()
+                has_more = not room.is_left
+                added += requests.add_all(prompts, longest_first=False)
+                num_added += len(prompts)
             results = requests.step() if requests.num_running else []
             if not requests.num_running and added and added[0].num_running:
                 check_open()
@@ -80,11 +90,14 @@ def read_all(
             num_ended += newly
             if use_tqdm:
                 shown.update(newly, results, is_last=not has_more and num_ended == num_added)
-            yield from _ended(added, room)
+            if ended := _take_ended(added, room):
+                yield ended
 
 
-def _ended(added: deque[Request], room: Room) -> Iterator[Request]:
+def _take_ended(added: deque[Request], room: Room) -> list[Request]:
     """Take away the requests that have ended, up to the first that has not."""
+    ended: list[Request] = []
     while added and not added[0].num_running:
-        room.count(added[0].prompt, sign=-1)
-        yield added.popleft()
+        ended.append(added.popleft())
+        room.give_back(ended[-1].prompt)
+    return ended

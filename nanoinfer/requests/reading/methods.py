@@ -23,7 +23,7 @@ from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Room, read_all
 from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
-from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, settings_for, texts_of
+from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, one_by_one, settings_for, texts_of
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import NamedAdapters
 
@@ -114,7 +114,7 @@ class ReadsTexts(LoadsAdapters):
         made = self._embeddings
         kept, ask = made.check_dimensions(dimensions), made.find_prompt(prompt_name)
         length_1 = None if normalize is None else check_flag("normalize", normalize)
-        return Reading(made.read, partial(made.output, dimensions=kept, normalize=length_1), ask)
+        return Reading(made.read, partial(made.outputs, dimensions=kept, normalize=length_1), ask)
 
     @hints_for("prepare_to_embed", ())
     def prepare_to_embed(
@@ -177,7 +177,7 @@ class ReadsTexts(LoadsAdapters):
         """
         with self._door("ready"):
             self._classes.check("classify")
-        reading = Reading(LABELS, self._classes.classified, trim=self._classes.trim)
+        reading = Reading(LABELS, one_by_one(self._classes.classified), trim=self._classes.trim)
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     @overload
@@ -242,7 +242,8 @@ class ReadsTexts(LoadsAdapters):
             listed = documents if isinstance(documents, Iterator) else check_documents(documents)
             pairs = self._pairs.prompts(query, listed, instruction)
             prompts: Any = pairs if isinstance(documents, Iterator) else list(pairs)
-        return self._read(prompts, Reading(read, output, trim=trim, name="documents"), use_tqdm, adapter, lora_request)
+        reading = Reading(read, one_by_one(output), trim=trim, name="documents")
+        return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     def _read(
         self,
@@ -271,14 +272,14 @@ class ReadsTexts(LoadsAdapters):
     def _stream_reads(
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm
     ) -> Generator[SomeOutput, None, None]:
-        def take() -> Prepared | None:
+        room, check_open = Room(self.config), self.engine.check_open
+
+        def take() -> list[Prepared]:
             with self._door("open"):
-                prompt = texts.next_text()
-                if prompt is not None:
-                    self._check_adapters([prompt.params])
-                return prompt
+                prompts = room.take(texts)
+                self._check_adapters(prompt.params for prompt in prompts)
+                return prompts
 
         with closing(texts), self._turn(alone=True), self._requests:
-            room, check_open = Room(self.config), self.engine.check_open
-            for request in read_all(self._requests, room, take, texts.count, use_tqdm, check_open):
-                yield reading.output(request)
+            for ended in read_all(self._requests, room, take, texts.count, use_tqdm, check_open):
+                yield from reading.outputs(ended)

@@ -40,17 +40,26 @@ class Reading(Generic[SomeOutput]):
     """What a call reads of each of its texts.
 
     read: what steps give
-    output: makes a text's output of that
+    outputs: makes texts' outputs of that
     ask: changes what a text was asked for as, before it gets tokens
     trim: leaves out tokens at the end that do not count
     name: of the argument that has the texts
     """
 
     read: Read
-    output: Callable[[Request], SomeOutput]
+    outputs: Callable[[list[Request]], list[SomeOutput]]
     ask: Callable[[Asked], Asked] = as_it_is
     trim: Callable[[Prepared], Prepared] = as_it_is
     name: str = "prompts"
+
+    def output(self, request: Request) -> SomeOutput:
+        """Make the output of a text."""
+        return self.outputs([request])[0]
+
+
+def one_by_one(output: Callable[[Request], SomeOutput]) -> Callable[[list[Request]], list[SomeOutput]]:
+    """Return a function that makes the outputs of several texts, each by itself."""
+    return lambda requests: [output(request) for request in requests]
 
 
 class SomeTexts(ABC):

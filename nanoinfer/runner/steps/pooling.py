@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.text_sums import sum_texts
 from nanoinfer.pooling.read import LabelsOf, Read
 from nanoinfer.runner.message import ChunkMessage
-from nanoinfer.runner.transfer import to_host, upload
-
-UNIT = 2.0**24  # sums count 1 / UNIT
-ADDED_AT_ONCE = 1024  # tokens, so that their sums need little memory
+from nanoinfer.runner.transfer import to_host, upload, upload_all
 
 
 @dataclass
@@ -39,6 +37,11 @@ class Pooled:
     def entries(self) -> Iterator[tuple[int, npt.NDArray[np.floating[Any]]]]:
         """Yield each chunk's number, and its numbers, [width]."""
         yield from zip(self.chunks, self.numbers.numpy(), strict=True)
+
+    def without_numbers(self) -> list[int]:
+        """Return the chunks of which some number is not finite."""
+        are_finite = np.isfinite(self.numbers.numpy()).all(axis=1)
+        return [chunk for chunk, is_finite in zip(self.chunks, are_finite, strict=True) if not is_finite]
 
 
 def pool(
@@ -69,11 +72,12 @@ def pool(
         if of == "max":
             found = torch.stack([hidden[begin:end].amax(dim=0) for begin, end in spans]).float()
         elif of in ("mean", "weighted"):
-            starts = [chunks[number].start for number in numbers] if of == "weighted" else None
-            found = _sums(hidden, spans, starts)
+            begins, lens = array("i", [begin for begin, _ in spans]), array("i", [end - begin for begin, end in spans])
+            starts = [array("i", [chunks[number].start for number in numbers])] if of == "weighted" else []
+            on_device = upload_all([begins, lens, *starts], hidden.device)
+            found = sum_texts(hidden, *on_device)
             if read.what == "labels":
-                counts = upload(array("i", [end - begin for begin, end in spans]), hidden.device)
-                found = score(found / counts.unsqueeze(1))
+                found = score(found / on_device[1].unsqueeze(1))
         else:
             places = upload(array("i", [begin if of == "first" else end - 1 for begin, end in spans]), hidden.device)
             if read.what in ("first", "last"):
@@ -89,27 +93,3 @@ def _scores(read: Read, logits: Tensor) -> Tensor:
     if not read.tokens:
         return logits.float()
     return logits[:, upload(array("i", read.tokens), logits.device).long()].float()
-
-
-def _sums(hidden: Tensor, spans: list[tuple[int, int]], starts: list[int] | None) -> Tensor:
-    """Add up the hidden states from each span's begin to its end; returns [spans, hidden_size] float64.
-
-    starts: the place in the text of each span's first token, to count each token times its place, from 1; None: once
-    Each number is rounded to a multiple of 1 / UNIT. So float64 adds them without an error, up to sums of 2^29, and no
-    order of tokens or chunks can change the sum.
-    """
-    places, owners = array("i"), array("i")
-    for owner, (begin, end) in enumerate(spans):
-        places.extend(range(begin, end))
-        owners.extend([owner] * (end - begin))
-    sums = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float64, device=hidden.device)
-    arrays = [places, owners]
-    if starts is not None:
-        counted = [range(1 + start, 1 + start + end - begin) for start, (begin, end) in zip(starts, spans, strict=True)]
-        arrays.append(array("i", chain.from_iterable(counted)))
-    for own, of, *times in zip(*(upload(part, hidden.device).split(ADDED_AT_ONCE) for part in arrays), strict=True):
-        numbers = hidden[own.long()].double().mul_(UNIT).round_()
-        for factors in times:
-            numbers.mul_(factors.unsqueeze(1))
-        sums.index_add_(0, of, numbers)
-    return sums.div_(UNIT)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, StateContext
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
 from nanoinfer.kernels.delta.chunks import Chunks, cut
@@ -12,6 +15,8 @@ from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, JoinMessage
 from nanoinfer.runner.transfer import upload, upload_all
+
+Numbers = npt.NDArray[np.int32]
 
 TABLE_STEP = 16  # a table has a multiple of so many columns: for other strides, Triton would compile anew
 
@@ -46,7 +51,7 @@ class PrefillInputs:
         """
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
-        arrays = [*_pack_chunks(chunks), array("i", context_lens), *_pack_joins(chunks, joins)]
+        arrays = [*_pack_chunks(chunks, query_lens), array("i", context_lens), *_pack_joins(chunks, joins)]
         widths = []
         for index, (group, step) in enumerate(zip(kv_cache.layout.groups, kv_cache.steps, strict=True)):
             widths.append(TABLE_STEP * -(-max(len(chunk.block_tables[index]) for chunk in chunks) // TABLE_STEP))
@@ -103,19 +108,19 @@ class PrefillInputs:
         self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
 
 
-def _pack_chunks(chunks: list[ChunkMessage]) -> list[array[int]]:
-    """Return the chunks' tokens and positions, and the sums of two lengths.
+def _pack_chunks(chunks: list[ChunkMessage], lens: list[int]) -> list[array[int] | Numbers]:
+    """Return the chunks' tokens and positions, and the sums of two lengths; lens: how many tokens each has.
 
     The sums say where each chunk's queries begin and the last one's end, and the same of contexts laid end to end.
     """
-    tokens, positions = array("i"), array("i")
-    cu_queries, cu_contexts = array("i", [0]), array("i", [0])
+    tokens = array("i")
     for chunk in chunks:
-        end = chunk.start + len(chunk.token_ids)
         tokens.extend(chunk.token_ids)
-        positions.extend(range(chunk.start, end))
-        cu_queries.append(len(tokens))
-        cu_contexts.append(cu_contexts[-1] + end)
+    counts, starts = np.array(lens, dtype=np.int32), np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    cu_queries, cu_contexts = (np.zeros(len(lens) + 1, dtype=np.int32) for _ in range(2))
+    counts.cumsum(out=cu_queries[1:])
+    (starts + counts).cumsum(out=cu_contexts[1:])
+    positions = np.arange(len(tokens), dtype=np.int32) + (starts - cu_queries[:-1]).repeat(counts)
     return [tokens, positions, cu_queries, cu_contexts]
 
 
