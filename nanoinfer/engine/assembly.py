@@ -27,11 +27,16 @@ def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" and memory.blocks else None
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     speculation = None if config.speculation is None else _make_speculation(config, ranks)
-    model, rows, most = config.description, memory.rows, config.max_num_batched_tokens
-    if model.is_encoder:
-        rows = most  # texts that take no memory of a row: tokens alone fill a step
-        most = max(min(most, CPU_STEP), config.max_model_len) if config.device == "cpu" else most
-    return Scheduler(manager, rows, most, model.long_from, speculation, model.is_encoder)
+    model, most = config.description, tokens_of_a_step(config)
+    return Scheduler(manager, memory.rows, most, model.long_from, speculation, model.is_encoder)
+
+
+def tokens_of_a_step(config: Config) -> int:
+    """Return how many tokens of prompts a step computes at most."""
+    most = config.max_num_batched_tokens
+    if config.description.is_encoder and config.device == "cpu":
+        most = max(min(most, CPU_STEP), config.max_model_len)
+    return most
 
 
 def _make_speculation(config: Config, ranks: Ranks) -> Speculation:

@@ -27,8 +27,10 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
 from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
+from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.runner.extras import Extras
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.vision.tower import BATCH_BYTES
@@ -64,7 +66,7 @@ class LLMEngine(EngineClient):
 
     def add_request(
         self,
-        prompt: list[int] | array[int] | VisionPrompt,
+        prompt: list[int] | array[int] | VisionPrompt | PackedTexts,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,
@@ -79,12 +81,15 @@ class LLMEngine(EngineClient):
         The sequences' request_id counts the requests, from 0. Raises ValueError for images that cannot be computed.
         """
         images = None
-        if isinstance(prompt, VisionPrompt):
+        text_lens = prompt.lens if isinstance(prompt, PackedTexts) else None
+        if isinstance(prompt, PackedTexts):
+            prompt = prompt.token_ids
+        elif isinstance(prompt, VisionPrompt):
             images = images_of(prompt, self.config)
             self._has_images = True
             self.ranks.record("images", *prompt.spans)
             prompt = prompt.token_ids
-        self.ranks.record("prompt", prompt)
+        self.ranks.record("prompt", prompt, text_lens)
         self.ranks.record("settings", params, params.read, params.cache_salt)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:
@@ -99,6 +104,7 @@ class LLMEngine(EngineClient):
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
             seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, images, adapter)
+            seq.text_lens = text_lens
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
                 seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)
@@ -240,7 +246,7 @@ class LLMEngine(EngineClient):
             drawn = self.ranks.wait(done.tokens)
             draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
             faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_images(done.step)
-            failed = self._fail(faulty | without_numbers(done.step, done.tokens.extras, self.config.dtype))
+            failed = self._fail(faulty | self._without_numbers(done.step, done.tokens.extras))
             record_prompts(done.step, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)
         num_cut = self.matchers.read(done.seqs, draws.tokens) if done.guided else 0
@@ -252,6 +258,14 @@ class LLMEngine(EngineClient):
         done.note_ends([*failed, *ended], draws, num_dropped + num_cut)
         self.counters.note_step(result, self.on_step)
         return result
+
+    def _without_numbers(self, step: Step, extras: Extras) -> dict[Sequence, str]:
+        """Return what without_numbers does, but for packed texts: these end, and tell why some have no numbers."""
+        found = without_numbers(step, extras, self.config.dtype)
+        for seq, why in found.items():
+            if seq.text_lens is not None:
+                seq.stop_reason = why
+        return {seq: why for seq, why in found.items() if seq.text_lens is None}
 
     def _fail(self, failed: dict[Sequence, str]) -> list[Sequence]:
         """End sequences by what is wrong with each; returns them."""

@@ -133,6 +133,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     tokens = seq.token_ids[chunk.start : chunk.end]
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
     message.adapter = seq.adapter
+    message.text_lens = seq.text_lens
     if seq.images is not None:
         message.images = seq.images.chunk(chunk.start, chunk.end)
     if (read := seq.params.read) is not None and (chunk.is_last or read.needs_all):

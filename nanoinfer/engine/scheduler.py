@@ -319,7 +319,7 @@ class Scheduler:
         for seq in ended:
             if len(seq.prompt_logprobs) and seq.prompt_logprobs.has_nan:
                 self.block_manager.prefixes.forget(seq)
-            self.finish(seq, "length")
+            self.finish(seq, "length", seq.stop_reason)
         return ended
 
     def _record(self, step: Step) -> None:

@@ -78,6 +78,7 @@ class Sequence:
         "stop_ids",
         "stop_reason",
         "temperature",
+        "text_lens",
         "token_ids",
         "versions",
     )
@@ -118,7 +119,9 @@ class Sequence:
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         # Of the prompt's tokens but the first:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
-        self.pooled: Vector | None = None  # what the text was read for; None: not yet, or it is not read
+        self.text_lens: list[int] | None = None  # of the texts that it consists of; None: it is one
+        # What each of its texts was read for, [texts, width]; None: that is not known yet, or they are not read.
+        self.pooled: Vector | None = None
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
         self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`

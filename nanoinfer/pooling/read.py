@@ -1,7 +1,9 @@
-"""Read: what a step reads of a text that it does not continue."""
+"""Read: what a step reads of a text that it does not continue; PackedTexts: several such texts."""
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 What = Literal["first", "last", "mean", "max", "weighted", "labels", "tokens"]
@@ -30,3 +32,17 @@ class Read(NamedTuple):
     def divisor(self, tokens: int) -> float:
         """Return what the numbers that steps have added up of a text of so many tokens are to be divided by."""
         return {"mean": tokens, "weighted": tokens * (tokens + 1) / 2}.get(self.what, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTexts:
+    """Texts that are computed as one sequence, and see nothing of each other.
+
+    token_ids: of one text after another; lens: how many tokens each has
+    """
+
+    token_ids: array[int]
+    lens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
 from nanoinfer.grammar.grammar import Grammar
+from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.settings import Settings
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, Media
@@ -16,7 +17,7 @@ from nanoinfer.vision.spans import VisionPrompt
 
 Tokens = str | ListLike[int]
 SomeTokens = list[int] | VisionPrompt
-PackedTokens: TypeAlias = "array[int] | VisionPrompt"  # as engines take them
+PackedTokens: TypeAlias = "array[int] | VisionPrompt | PackedTexts"  # as engines take them
 
 
 class Asked(NamedTuple):
@@ -73,6 +74,7 @@ class Prepared(NamedTuple):
     token_ids: the same tokens, in which each image has all of its placeholders
     text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
     output_of: makes the output of a text that is read; None: the request generates
+    texts: those that are computed as this one; empty: it is one prompt
     """
 
     prompt: PackedTokens
@@ -81,6 +83,17 @@ class Prepared(NamedTuple):
     params: SamplingParams
     grammar: Grammar | None
     output_of: OutputOf | None = None
+    texts: tuple[Prepared, ...] = ()
+
+
+def pack(texts: list[Prepared]) -> Prepared:
+    """Return texts of the same settings as one that can run. They have no images."""
+    token_ids = array("i")
+    for text in texts:
+        assert isinstance(text.prompt, array)
+        token_ids.extend(text.prompt)
+    together = PackedTexts(token_ids, [len(text.token_ids) for text in texts])
+    return Prepared(together, [], None, texts[0].params, None, texts=tuple(texts))
 
 
 class CallPrompts:
@@ -137,5 +150,6 @@ def ids_of(prompt: SomeTokens) -> list[int]:
 
 def beginning_of(prompt: PackedTokens, count: int) -> int:
     """Return a hash of a prompt's first tokens, and of the images there."""
-    tokens, spans = (prompt.token_ids, prompt.spans) if isinstance(prompt, VisionPrompt) else (prompt, ())
+    tokens = prompt if isinstance(prompt, array) else prompt.token_ids
+    spans = prompt.spans if isinstance(prompt, VisionPrompt) else ()
     return hash((*tokens[:count], *(span.key for span in spans if span.start < count)))

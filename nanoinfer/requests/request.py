@@ -32,6 +32,11 @@ class Request:
         self.results: list[SampleResult | None] = [None] * params.n
         self._queued_at = time.perf_counter()
 
+    @property
+    def num_texts(self) -> int:
+        """How many prompts it consists of."""
+        return len(self.prompt.texts) or 1
+
     def task(self) -> Task:
         """Return what is to be computed."""
         prompt, params = self.prompt.prompt, self.prompt.params

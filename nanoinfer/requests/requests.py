@@ -85,7 +85,7 @@ class Requests:
         return requests
 
     def _make(self, prompt: Prepared, streams: bool) -> Request:
-        id, self.num_added = self.num_added, self.num_added + 1
+        id, self.num_added = self.num_added, self.num_added + (len(prompt.texts) or 1)
         request = Request(id, prompt, seed_of(prompt.params, self._seed, id), streams, self._decode)
         self._running[id] = request
         return request
@@ -117,7 +117,8 @@ class Requests:
         request.num_running -= 1
         if request.num_running == 0:
             self.finished.append(self._running.pop(request.id))
-        self._counters.end_sample(reason, is_last=request.num_running == 0)
+        for _ in range(request.num_texts):
+            self._counters.end_sample(reason, is_last=request.num_running == 0)
 
     def before_new_weights(self, in_flight: InFlightPolicy, adapter: str | None = None) -> Callable[[], None]:
         """Return the function that prepares the requests for new weights.
@@ -162,7 +163,7 @@ class Requests:
         self._is_settled = False
         self._tasks.drop()
         dropped, self._running = self._running, {}
-        self._counters.drop([request.num_running for request in dropped.values()])
+        self._counters.drop([request.num_running for request in dropped.values() for _ in range(request.num_texts)])
         self._changed.clear()
         self.finished.clear()
         self._is_settled = True

@@ -44,6 +44,12 @@ class ChunkMessage:
     images: ChunkImages | None = None
     adapter: int = -1  # its slot; -1: none
     read: Read | None = None  # what the chunk gives of a text that is read; None: nothing
+    text_lens: list[int] | None = None  # of several whole texts that the chunk consists of; None: it is of one
+
+    @property
+    def lens(self) -> list[int]:
+        """How many of its tokens belong to each of its texts."""
+        return [len(self.token_ids)] if self.text_lens is None else self.text_lens
 
     @property
     def scored(self) -> array[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, NONE_LEFT
@@ -38,8 +40,8 @@ def without_numbers(step: Step, extras: Extras, dtype: str) -> dict[Sequence, st
     """Return the sequences of a step that are read, and whose numbers are not finite, each with what is wrong."""
     if not isinstance(step, PrefillStep) or not extras.pooled:
         return {}
-    chunks = [chunk for pooled in extras.pooled for chunk in pooled.without_numbers()]
-    failed = [step.chunks[chunk].seq for chunk in chunks]
+    entries = [entry for pooled in extras.pooled for entry in pooled.entries()]
+    failed = [step.chunks[chunk].seq for chunk, numbers in entries if not np.isfinite(numbers).all()]
     return {seq: not_finite(dtype) for seq in failed if not seq.is_finished}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,7 @@ from nanoinfer.config import Config
 from nanoinfer.models.classes import ALL_CLASSIFIERS
 from nanoinfer.pooling.activations import Vector, sigmoid
 from nanoinfer.requests.prompts import Prepared
-from nanoinfer.requests.reading.outputs import ClassificationOutput, facts_of
-from nanoinfer.requests.request import Request
-from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.requests.reading.outputs import ClassificationOutput, ReadText
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,19 +41,18 @@ class Classes:
     def trim(self, prompt: Prepared) -> Prepared:
         """Leave out padding at a prompt's end: transformers scores the last token that is none."""
         packed, pad = prompt.prompt, self._settings.get_text_config().pad_token_id
-        if isinstance(packed, VisionPrompt) or pad is None or packed[-1] != pad:
+        if not isinstance(packed, array) or pad is None or packed[-1] != pad:
             return prompt
         end = 1 + next((place for place in reversed(range(len(packed))) if packed[place] != pad), 0)
         return prompt._replace(prompt=packed[:end], token_ids=prompt.token_ids[:end])
 
-    def classified(self, request: Request) -> ClassificationOutput:
+    def classified(self, text: ReadText) -> ClassificationOutput:
         """Return the output of a text."""
-        result = request.first_result()
-        logits, probs, label = result.pooled, None, None
+        logits, probs, label = text.pooled, None, None
         if logits is not None:
             probs = self._probabilities(logits)
             label = self._settings.id2label[int(probs.argmax())]
-        return ClassificationOutput(facts_of(request, result), label=label, probs=probs, logits=logits)
+        return ClassificationOutput(text.facts, label=label, probs=probs, logits=logits)
 
     def _probabilities(self, logits: Vector) -> Vector:
         """Return what transformers' pipeline does; scores of a regression stay as they are."""

@@ -16,8 +16,7 @@ from nanoinfer.pooling.read import Read
 from nanoinfer.pooling.sentence_model import SentenceModel, read_sentence_model
 from nanoinfer.requests.prompts import Asked
 from nanoinfer.requests.reading.model_texts import ModelTexts
-from nanoinfer.requests.reading.outputs import EmbeddingOutput, facts_of
-from nanoinfer.requests.request import Request
+from nanoinfer.requests.reading.outputs import EmbeddingOutput, ReadText
 from nanoinfer.requests.text.texts import TextTokenizer
 
 SMALLEST = 1e-12  # a length below it counts as this, as torch.nn.functional.normalize counts it
@@ -89,25 +88,18 @@ class Embeddings:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked
 
-    def outputs(self, requests: list[Request], dimensions: int | None, normalize: bool | None) -> list[EmbeddingOutput]:
+    def outputs(self, texts: list[ReadText], dimensions: int | None, normalize: bool | None) -> list[EmbeddingOutput]:
         """Return the outputs of texts. dimensions: as check_dimensions returns it; normalize: as for LLM.embed"""
-        results = [(request, request.first_result()) for request in requests]
-        pooled = [
-            result.pooled / self.read.divisor(len(request.prompt.token_ids))
-            for request, result in results
-            if result.pooled is not None
-        ]
-        made = iter(self._embeddings(pooled, dimensions, normalize))
-        return [
-            EmbeddingOutput(facts_of(request, result), embedding=None if result.pooled is None else next(made))
-            for request, result in results
-        ]
+        read = [text for text in texts if text.pooled is not None]
+        made = iter(self._embeddings(read, dimensions, normalize))
+        return [EmbeddingOutput(text.facts, embedding=None if text.pooled is None else next(made)) for text in texts]
 
-    def _embeddings(self, pooled: list[Vector], dimensions: int | None, normalize: bool | None) -> list[Vector]:
-        """Return the embeddings of several texts; each is the same in any company."""
-        if not pooled:
+    def _embeddings(self, texts: list[ReadText], dimensions: int | None, normalize: bool | None) -> list[Vector]:
+        """Return the embeddings of texts without errors; each is the same in any company."""
+        if not texts:
             return []
-        x = np.array(pooled, dtype=np.float32)
+        divisors = [[self.read.divisor(len(text.prompt.token_ids))] for text in texts]
+        x = (np.array([text.pooled for text in texts]) / divisors).astype(np.float32)
         for module in self.model.behind:
             x = np.stack([module(row) for row in x])
         x = x[:, :dimensions]

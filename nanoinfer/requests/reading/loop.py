@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 
 from nanoinfer.config import Config
+from nanoinfer.engine.assembly import tokens_of_a_step
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts import Prepared, pack
+from nanoinfer.requests.reading.outputs import ReadText, texts_read
 from nanoinfer.requests.reading.texts import SomeTexts
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.requests import Requests
@@ -18,35 +20,57 @@ from nanoinfer.requests.requests import Requests
 STEPS_AHEAD = 4  # so many steps' texts are on their way, that none waits for the caller or the tokenizer
 
 
-class Room:
-    """How many texts may be on their way: those that wait, that run, and whose turn to be returned has not come."""
+class Packs:
+    """Takes texts as they may be on their way: those that wait, that run, and whose turn to be returned has not come.
 
-    def __init__(self, config: Config) -> None:
-        of_a_step = config.max_num_batched_tokens if config.description.is_encoder else config.max_num_seqs
-        self._most_texts = STEPS_AHEAD * of_a_step * config.data_parallel_size
+    An encoder's texts come packed, a step's worth at once, so that the engine has few sequences to look after.
+    """
+
+    def __init__(self, texts: SomeTexts, config: Config) -> None:
+        self._texts = texts
+        self._ahead: Prepared | None = None  # a text that had no room in the last pack
+        self._are_left = True  # texts, as far as is known
+        self._step_tokens = tokens_of_a_step(config) if config.description.is_encoder else 1
+        self._most = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
         self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
-        self._texts = self._tokens = 0
+        self._num = self._num_tokens = 0
 
     @property
-    def is_left(self) -> bool:
-        """Whether another text may come."""
-        return self._texts < self._most_texts and self._tokens < self._most_tokens
+    def has_more(self) -> bool:
+        """Whether there may be a text that has not been taken."""
+        return self._are_left or self._ahead is not None
 
-    def take(self, texts: SomeTexts) -> list[Prepared]:
-        """Take the next texts while there is room, and count them; fewer come if none is left."""
+    def take(self) -> list[Prepared]:
+        """Take the next texts while there is room."""
         taken: list[Prepared] = []
-        while self.is_left and (prompt := texts.next_text()) is not None:
-            taken.append(prompt)
-            self._count(prompt, 1)
+        while self._num < self._most and self._num_tokens < self._most_tokens and (texts := self._take_pack()):
+            taken.append(pack(texts) if len(texts) > 1 else texts[0])
+            self._num += 1
+            self._num_tokens += len(taken[-1].prompt)
         return taken
 
-    def give_back(self, prompt: Prepared) -> None:
-        """Count a text out that goes."""
-        self._count(prompt, -1)
+    def _take_pack(self) -> list[Prepared]:
+        """Take the next texts that have the same settings, as many as a step of an encoder computes."""
+        texts, room = list[Prepared](), self._step_tokens
+        while room > 0 and (text := self._take_text()) is not None:
+            room -= len(text.prompt)
+            if texts and (room < 0 or text.params is not texts[0].params):
+                self._ahead = text
+                break
+            texts.append(text)
+        return texts
 
-    def _count(self, prompt: Prepared, sign: int) -> None:
-        self._texts += sign
-        self._tokens += sign * len(prompt.token_ids)
+    def _take_text(self) -> Prepared | None:
+        text, self._ahead = self._ahead, None
+        if text is None and self._are_left:
+            text = self._texts.next_text()
+            self._are_left = text is not None
+        return text
+
+    def give_back(self, prompt: Prepared) -> None:
+        """Count texts out that go."""
+        self._num -= 1
+        self._num_tokens -= len(prompt.prompt)
 
 
 class ShownTexts(Shown):
@@ -61,43 +85,41 @@ class ShownTexts(Shown):
 
 def read_all(
     requests: Requests,
-    room: Room,
+    packs: Packs,
     take: Callable[[], list[Prepared]],
     count: int | None,
     use_tqdm: UseTqdm,
     check_open: Callable[[], None],
-) -> Generator[list[Request], None, None]:
-    """Queue texts while there is room, step, and yield the requests that have ended, in the order of the texts.
+) -> Generator[list[ReadText], None, None]:
+    """Queue texts while there is room, step, and yield those that have been read, in their order.
 
-    take: returns the next texts for which there is room, fewer behind the last one; count: of the texts, if known
+    take: calls that of the packs; count: of the texts, if known
     check_open: raises an error if the engine can make no steps any more
     """
     added: deque[Request] = deque()
-    has_more = True
     with closing(make_bar(count, use_tqdm, "Reading")) as bar:
-        shown, num_ended, num_added = ShownTexts(bar), 0, 0
-        while has_more or added:
-            if has_more and room.is_left:
-                prompts = take()
-                has_more = not room.is_left
-                added += requests.add_all(prompts, longest_first=False)
-                num_added += len(prompts)
+        shown, num_left = ShownTexts(bar), 0
+        while packs.has_more or added:
+            new = requests.add_all(take(), longest_first=False)
+            num_left += sum(request.num_texts for request in new)
+            added += new
             results = requests.step() if requests.num_running else []
             if not requests.num_running and added and added[0].num_running:
                 check_open()
                 raise RuntimeError("these texts were dropped: an abort was interrupted")
-            newly = len(requests.take_finished())
-            num_ended += newly
+            newly = sum(request.num_texts for request in requests.take_finished())
+            num_left -= newly
             if use_tqdm:
-                shown.update(newly, results, is_last=not has_more and num_ended == num_added)
-            if ended := _take_ended(added, room):
-                yield ended
+                shown.update(newly, results, is_last=not packs.has_more and num_left == 0)
+            if read := _take_read(added, packs):
+                yield read
 
 
-def _take_ended(added: deque[Request], room: Room) -> list[Request]:
+def _take_read(added: deque[Request], packs: Packs) -> list[ReadText]:
     """Take away the requests that have ended, up to the first that has not."""
-    ended: list[Request] = []
+    read: list[ReadText] = []
     while added and not added[0].num_running:
-        ended.append(added.popleft())
-        room.give_back(ended[-1].prompt)
-    return ended
+        request = added.popleft()
+        packs.give_back(request.prompt)
+        read += texts_read(request)
+    return read

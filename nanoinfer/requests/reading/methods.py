@@ -20,11 +20,10 @@ from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
 from nanoinfer.requests.prompts import ComingRequest, Prepared
 from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
-from nanoinfer.requests.reading.loop import Room, read_all
-from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput
+from nanoinfer.requests.reading.loop import Packs, read_all
+from nanoinfer.requests.reading.outputs import ClassificationOutput, EmbeddingOutput, ReadText, RerankOutput
 from nanoinfer.requests.reading.pairs import TextPairs, check_documents
 from nanoinfer.requests.reading.texts import Reading, SomeTexts, as_it_is, one_by_one, settings_for, texts_of
-from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import NamedAdapters
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -232,8 +231,8 @@ class ReadsTexts(LoadsAdapters):
         is_classifier, numbers = self.config.description.labels is not None, count()
         trim = self._classes.trim if is_classifier else as_it_is
 
-        def output(request: Request) -> RerankOutput:
-            return self._pairs.output(request, next(numbers))
+        def output(text: ReadText) -> RerankOutput:
+            return self._pairs.output(text, next(numbers))
 
         with self._door("ready"):
             if is_classifier:
@@ -272,14 +271,14 @@ class ReadsTexts(LoadsAdapters):
     def _stream_reads(
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm
     ) -> Generator[SomeOutput, None, None]:
-        room, check_open = Room(self.config), self.engine.check_open
+        packs, check_open = Packs(texts, self.config), self.engine.check_open
 
         def take() -> list[Prepared]:
             with self._door("open"):
-                prompts = room.take(texts)
-                self._check_adapters(prompt.params for prompt in prompts)
-                return prompts
+                taken = packs.take()
+                self._check_adapters(prompt.params for prompt in taken)
+                return taken
 
         with closing(texts), self._turn(alone=True), self._requests:
-            for ended in read_all(self._requests, room, take, texts.count, use_tqdm, check_open):
-                yield from reading.outputs(ended)
+            for read in read_all(self._requests, packs, take, texts.count, use_tqdm, check_open):
+                yield from reading.outputs(read)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nanoinfer.pooling.activations import Vector
 from nanoinfer.requests.outputs import Output
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.tasks.results import SampleResult
 
 
 class EmbeddingOutput(Output):
@@ -115,15 +118,41 @@ class RerankOutput(Output):
         return self
 
 
-def facts_of(request: Request, result: SampleResult) -> dict[str, Any]:
-    """Return the keys that all these outputs have, for a text that has been read."""
-    error = None
-    if result.pooled is None:
-        error = f"the request has ended: {result.stop_reason or result.finish_reason}"
-    return {
-        "request_id": request.id,
-        "prompt": request.prompt.text,
-        "prompt_token_ids": request.prompt.token_ids,
-        "num_cached_tokens": result.num_cached_tokens,
-        "error": error,
-    }
+class ReadText(NamedTuple):
+    """A text that has been read.
+
+    request_id: its number among the LLM's requests
+    num_cached_tokens: this many of its tokens came from the KV cache
+    pooled: what it was read for, [width]; None: there is an error
+    error: why there is no such thing
+    """
+
+    request_id: int
+    prompt: Prepared
+    num_cached_tokens: int
+    pooled: Vector | None
+    error: str | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The keys that all outputs of texts have."""
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt.text,
+            "prompt_token_ids": self.prompt.token_ids,
+            "num_cached_tokens": self.num_cached_tokens,
+            "error": self.error,
+        }
+
+
+def texts_read(request: Request) -> list[ReadText]:
+    """Return the texts of a request that has ended."""
+    result, texts = request.first_result(), request.prompt.texts or (request.prompt,)
+    rows: list[Vector | None] = [None] * len(texts) if result.pooled is None else [*result.pooled]
+    if result.pooled is not None and result.stop_reason is not None:  # why some of several texts have no numbers
+        rows = [row if np.isfinite(row).all() else None for row in result.pooled]
+    error = f"the request has ended: {result.stop_reason or result.finish_reason}"
+    return [
+        ReadText(number, text, result.num_cached_tokens, row, error if row is None else None)
+        for number, text, row in zip(count(request.id), texts, rows, strict=False)
+    ]

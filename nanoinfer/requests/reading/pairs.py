@@ -12,8 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.pooling.cross_encoder import CrossEncoder, read_cross_encoder
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.reading.model_texts import ModelTexts
-from nanoinfer.requests.reading.outputs import RerankOutput, facts_of
-from nanoinfer.requests.request import Request
+from nanoinfer.requests.reading.outputs import ReadText, RerankOutput
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 
 BEGIN = (
@@ -94,11 +93,10 @@ class TextPairs:
         begin, end = (self._texts.tokenize("rerank", text, add_special_tokens=False) for text in (BEGIN, END))
         return begin, end
 
-    def output(self, request: Request, index: int) -> RerankOutput:
+    def output(self, text: ReadText, index: int) -> RerankOutput:
         """Return the output of the document at `index`, whose text is the prompt's."""
-        result = request.first_result()
-        score = None if result.pooled is None else float(self.model.score(result.pooled))
-        facts: dict[str, Any] = facts_of(request, result)
+        score = None if text.pooled is None else float(self.model.score(text.pooled))
+        facts = text.facts
         return RerankOutput(index=index, document=facts.pop("prompt"), score=score, **facts)
 
 

@@ -12,6 +12,7 @@ from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
+from nanoinfer.requests.reading.outputs import ReadText, texts_read
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import CallAdapters, Settings, one_each
 from nanoinfer.sampling_params import SamplingParams
@@ -47,19 +48,19 @@ class Reading(Generic[SomeOutput]):
     """
 
     read: Read
-    outputs: Callable[[list[Request]], list[SomeOutput]]
+    outputs: Callable[[list[ReadText]], list[SomeOutput]]
     ask: Callable[[Asked], Asked] = as_it_is
     trim: Callable[[Prepared], Prepared] = as_it_is
     name: str = "prompts"
 
     def output(self, request: Request) -> SomeOutput:
-        """Make the output of a text."""
-        return self.outputs([request])[0]
+        """Make the output of a request of one text."""
+        return self.outputs(texts_read(request))[0]
 
 
-def one_by_one(output: Callable[[Request], SomeOutput]) -> Callable[[list[Request]], list[SomeOutput]]:
+def one_by_one(output: Callable[[ReadText], SomeOutput]) -> Callable[[list[ReadText]], list[SomeOutput]]:
     """Return a function that makes the outputs of several texts, each by itself."""
-    return lambda requests: [output(request) for request in requests]
+    return lambda texts: [output(text) for text in texts]
 
 
 class SomeTexts(ABC):

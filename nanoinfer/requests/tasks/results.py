@@ -23,7 +23,7 @@ class SampleResult(NamedTuple):
     started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
     prompt_logprobs: of the prompt's tokens, if asked for and if this is the first sample
-    pooled: what the text was read for, if it was, and could be
+    pooled: what each text of the sample was read for, [texts, width], if it was, and could be
     """
 
     number: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,25 +23,24 @@ from nanoinfer.runner.transfer import to_host, upload, upload_all
 class Pooled:
     """What some chunks of a step give.
 
-    chunks: their numbers among the step's
-    numbers: [chunks, width], float32 or, for sums, float64
+    chunks: their numbers among the step's; counts: how many texts each has
+    numbers: [texts, width], float32 or, for sums, float64
     """
 
     chunks: list[int]
+    counts: list[int]
     numbers: Tensor
 
     def to_host(self) -> Pooled:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
-        return Pooled(self.chunks, to_host(self.numbers))
+        return Pooled(self.chunks, self.counts, to_host(self.numbers))
 
     def entries(self) -> Iterator[tuple[int, npt.NDArray[np.floating[Any]]]]:
-        """Yield each chunk's number, and its numbers, [width]."""
-        yield from zip(self.chunks, self.numbers.numpy(), strict=True)
-
-    def without_numbers(self) -> list[int]:
-        """Return the chunks of which some number is not finite."""
-        are_finite = np.isfinite(self.numbers.numpy()).all(axis=1)
-        return [chunk for chunk, is_finite in zip(self.chunks, are_finite, strict=True) if not is_finite]
+        """Yield each chunk's number, and the numbers of its texts, [texts, width]."""
+        begin, numbers = 0, self.numbers.numpy()
+        for chunk, count in zip(self.chunks, self.counts, strict=True):
+            yield chunk, numbers[begin : begin + count]
+            begin += count
 
 
 def pool(
@@ -67,14 +66,17 @@ def pool(
     ends = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
     pooled = []
     for read, numbers in reads.items():
-        spans = [(ends[number] - len(chunks[number].token_ids), ends[number]) for number in numbers]
+        counts, spans = [len(chunks[number].lens) for number in numbers], list[tuple[int, int]]()
+        for number in numbers:
+            cuts = [*accumulate(chunks[number].lens, initial=ends[number] - len(chunks[number].token_ids))]
+            spans += pairwise(cuts)
         of = labels_of if read.what == "labels" else read.what
         if of == "max":
             found = torch.stack([hidden[begin:end].amax(dim=0) for begin, end in spans]).float()
         elif of in ("mean", "weighted"):
             begins, lens = array("i", [begin for begin, _ in spans]), array("i", [end - begin for begin, end in spans])
-            starts = [array("i", [chunks[number].start for number in numbers])] if of == "weighted" else []
-            on_device = upload_all([begins, lens, *starts], hidden.device)
+            starts = [array("i", [chunks[number].start for number in numbers for _ in chunks[number].lens])]
+            on_device = upload_all([begins, lens, *(starts if of == "weighted" else [])], hidden.device)
             found = sum_texts(hidden, *on_device)
             if read.what == "labels":
                 found = score(found / on_device[1].unsqueeze(1))
@@ -84,7 +86,7 @@ def pool(
                 found = hidden[places.long()].float()
             else:
                 found = torch.cat([_scores(read, logits_at(some)) for some in places.split(tokens_at_once)])
-        pooled.append(Pooled(numbers, found))
+        pooled.append(Pooled(numbers, counts, found))
     return pooled
 
 

@@ -49,9 +49,10 @@ class PrefillInputs:
 
         may_adapt: chunks may have adapters
         """
-        query_lens = [len(chunk.token_ids) for chunk in chunks]
-        context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
-        arrays = [*_pack_chunks(chunks, query_lens), array("i", context_lens), *_pack_joins(chunks, joins)]
+        query_lens = [count for chunk in chunks for count in chunk.lens]
+        starts = [chunk.start for chunk in chunks for _ in chunk.lens]
+        context_lens = [start + count for start, count in zip(starts, query_lens, strict=True)]
+        arrays = [*_pack_chunks(chunks, query_lens, starts), array("i", context_lens), *_pack_joins(chunks, joins)]
         widths = []
         for index, (group, step) in enumerate(zip(kv_cache.layout.groups, kv_cache.steps, strict=True)):
             widths.append(TABLE_STEP * -(-max(len(chunk.block_tables[index]) for chunk in chunks) // TABLE_STEP))
@@ -83,8 +84,8 @@ class PrefillInputs:
             self.join_tables.append(join_tables.view(-1, width))
         state_context = None
         if states is not None:
-            starts, initial, final, *cuts = islice(on_device, 6)
-            state_context = StateContext(states.layers, final, Chunks(cu_queries, starts, initial, final, *cuts))
+            begins, initial, final, *cuts = islice(on_device, 6)
+            state_context = StateContext(states.layers, final, Chunks(cu_queries, begins, initial, final, *cuts))
         divided = None
         if division is not None:
             rows, *piece_lens = islice(on_device, 3)
@@ -95,7 +96,7 @@ class PrefillInputs:
         ends = next(on_device) if has_ends else None
         types = next(on_device) if has_types else None
         self.adapters = next(on_device) if has_adapters else None
-        are_long = [chunk.is_long for chunk in chunks]
+        are_long = [chunk.is_long for chunk in chunks for _ in chunk.lens]
         packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
         self.context = Context(*what, types=types, rotary=rotary)
@@ -108,19 +109,20 @@ class PrefillInputs:
         self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
 
 
-def _pack_chunks(chunks: list[ChunkMessage], lens: list[int]) -> list[array[int] | Numbers]:
-    """Return the chunks' tokens and positions, and the sums of two lengths; lens: how many tokens each has.
+def _pack_chunks(chunks: list[ChunkMessage], lens: list[int], starts: list[int]) -> list[array[int] | Numbers]:
+    """Return the chunks' tokens and positions, and the sums of two lengths.
 
-    The sums say where each chunk's queries begin and the last one's end, and the same of contexts laid end to end.
+    lens, starts: of each text, how many tokens the chunks have, and the position of the first
+    The sums say where each text's queries begin and the last one's end, and the same of contexts laid end to end.
     """
     tokens = array("i")
     for chunk in chunks:
         tokens.extend(chunk.token_ids)
-    counts, starts = np.array(lens, dtype=np.int32), np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    counts, firsts = np.array(lens, dtype=np.int32), np.array(starts, dtype=np.int32)
     cu_queries, cu_contexts = (np.zeros(len(lens) + 1, dtype=np.int32) for _ in range(2))
     counts.cumsum(out=cu_queries[1:])
-    (starts + counts).cumsum(out=cu_contexts[1:])
-    positions = np.arange(len(tokens), dtype=np.int32) + (starts - cu_queries[:-1]).repeat(counts)
+    (firsts + counts).cumsum(out=cu_contexts[1:])
+    positions = np.arange(len(tokens), dtype=np.int32) + (firsts - cu_queries[:-1]).repeat(counts)
     return [tokens, positions, cu_queries, cu_contexts]
 
 
@@ -153,10 +155,12 @@ def _pack_types(chunks: list[ChunkMessage]) -> array[int]:
     """Return 1 for each token of a pair's second text, and 0 for all others."""
     types = array("i")
     for chunk in chunks:
-        tokens, separator = chunk.token_ids, None if chunk.read is None else chunk.read.separator
-        count = len(tokens)
-        first = count if separator is None or separator not in tokens else tokens.index(separator) + 1
-        types.extend([0] * first + [1] * (count - first))
+        begin, separator = 0, None if chunk.read is None else chunk.read.separator
+        for count in chunk.lens:
+            tokens = chunk.token_ids[begin : begin + count]
+            first = count if separator is None or separator not in tokens else tokens.index(separator) + 1
+            types.extend([0] * first + [1] * (count - first))
+            begin += count
     return types
 
 
