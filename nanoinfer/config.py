@@ -12,7 +12,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
-from nanoinfer.attention.cache_layout import LEAST_BLOCK_SIZE, MAX_SLOTS, CacheLayout, lay_out, usual_block_size
+from nanoinfer.attention.cache_layout import (
+    LEAST_BLOCK_SIZE,
+    MAX_SLOTS,
+    CacheLayout,
+    lay_out,
+    usual_block_size,
+    usual_step,
+)
 from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, Draft, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, ranged, short
 from nanoinfer.drafting.drafter import Drafter
@@ -46,7 +53,8 @@ class Config:
     """The checked options of LLM, and the settings that the checkpoint's own files give.
 
     model: a folder with config.json and *.safetensors, a Hugging Face Hub id, or "bundled", nanoinfer's small model
-    max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
+    max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks. None:
+        16,384; of an encoder, which reads each text whole, 65,536 on CUDA, and on the CPU 4,096 or the longest text
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
         may take at most half of the memory that may be in use. Texts of an encoder have no rows, and no such limit
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
@@ -139,7 +147,7 @@ class Config:
     """
 
     model: str
-    max_num_batched_tokens: int = ranged(16384, 1)
+    max_num_batched_tokens: int = ranged(cast(int, None), 1)  # None until the model's limit is known
     max_num_seqs: int = ranged(512, 1)
     max_model_len: int = ranged(cast(int, None), 2)  # None until the model's limit is known; a prompt token and another
     gpu_memory_utilization: float = 0.9
@@ -397,6 +405,9 @@ class Config:
     def _check_max_model_len(self) -> None:
         limit, why = self.description.max_position, "the longest sequence of this model"
         blocks = self.num_kvcache_blocks
+        if cast("int | None", self.max_num_batched_tokens) is None:
+            longest = min(limit, self.max_model_len or limit)
+            self.max_num_batched_tokens = usual_step(self.device, longest if self.description.is_encoder else None)
         if self.description.is_encoder and self.max_num_batched_tokens < limit:
             limit, why = self.max_num_batched_tokens, "max_num_batched_tokens, as an encoder reads a text in one step"
         self.fits_length = cast("int | None", self.max_model_len) is None

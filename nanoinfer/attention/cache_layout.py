@@ -13,6 +13,7 @@ from nanoinfer.kernels.delta.chunks import CHUNK
 
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 USUAL_BLOCK_SIZE, LEAST_BLOCK_SIZE = 256, 16  # tokens
+USUAL_STEP, ENCODER_STEP, ENCODER_STEP_ON_CPU = 16_384, 65_536, 4_096  # tokens
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,17 @@ class CacheLayout:
     @staticmethod
     def _page_numbers(group: CacheGroup) -> int:
         return group.block_size * group.pages.numbers
+
+
+def usual_step(device: str, longest: int | None) -> int:
+    """Return how many tokens of prompts a step computes, if nobody limits that; longest: text of an encoder
+
+    On an H200, launching a step of 16,384 tokens of all-MiniLM takes the host longer than the step takes the GPU. On a
+    CPU, the activations of a small step stay in its caches.
+    """
+    if longest is None:
+        return USUAL_STEP
+    return ENCODER_STEP if device == "cuda" else max(ENCODER_STEP_ON_CPU, longest)
 
 
 def usual_block_size(device: str, has_states: bool) -> int:

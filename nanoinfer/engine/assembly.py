@@ -17,7 +17,6 @@ from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 
-CPU_STEP = 4096  # tokens of an encoder's step: its activations stay in the CPU's caches
 EAGER_BYTES = 2**28  # of the KV cache on a CPU: cached prefixes may take them, however little runs
 
 
@@ -27,16 +26,8 @@ def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     num_eager = EAGER_BYTES // memory.block_bytes if config.device == "cpu" and memory.blocks else None
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     speculation = None if config.speculation is None else _make_speculation(config, ranks)
-    model, most = config.description, tokens_of_a_step(config)
-    return Scheduler(manager, memory.rows, most, model.long_from, speculation, model.is_encoder)
-
-
-def tokens_of_a_step(config: Config) -> int:
-    """Return how many tokens of prompts a step computes at most."""
-    most = config.max_num_batched_tokens
-    if config.description.is_encoder and config.device == "cpu":
-        most = max(min(most, CPU_STEP), config.max_model_len)
-    return most
+    limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
+    return Scheduler(manager, *limits, speculation, config.description.is_encoder)
 
 
 def _make_speculation(config: Config, ranks: Ranks) -> Speculation:

@@ -141,6 +141,7 @@ def _launch(
         IN_FP8=scales is not None,
         MAKE_WAY=scales is not None or size < WIDE,
         BLOCK=BLOCK,
+        num_warps=4 if is_gated else 2,
         **launch_options(x),
     )
 

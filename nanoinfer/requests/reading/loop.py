@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 
 from nanoinfer.config import Config
-from nanoinfer.engine.assembly import tokens_of_a_step
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
@@ -30,7 +29,7 @@ class Packs:
         self._texts = texts
         self._ahead: Prepared | None = None  # a text that had no room in the last pack
         self._are_left = True  # texts, as far as is known
-        self._step_tokens = tokens_of_a_step(config) if config.description.is_encoder else 1
+        self._step_tokens = config.max_num_batched_tokens if config.description.is_encoder else 1
         self._most = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
         self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
         self._num = self._num_tokens = 0
