@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+from array import array
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -264,9 +265,9 @@ def test_the_first_prompts_run_while_the_images_of_others_are_opened(qwen: Check
 
 
 def test_prompts_of_a_call_come_by_steps_and_what_is_left_is_cancelled() -> None:
-    settings = Settings(SamplingParams(), None)
+    settings, tokens = Settings(SamplingParams(), None), array("i", [5] * 10)
     coming = [ComingRequest(Asked("prompt", "", None), settings, Future()) for _ in range(9)]
-    with closing(CallPrompts(coming, lambda request: Prepared([5] * 10, None, *settings))) as prompts:
+    with closing(CallPrompts(coming, lambda request: Prepared(tokens, tokens.tolist(), None, *settings))) as prompts:
         counts = [len(prompts.take_prompts(most_tokens=20)) for _ in range(2)]
     assert counts == [2, 4]
     assert [request.seen.cancelled() for request in coming if request.seen] == [False] * 6 + [True] * 3

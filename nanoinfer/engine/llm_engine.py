@@ -84,12 +84,13 @@ class LLMEngine(EngineClient):
         text_lens = prompt.lens if isinstance(prompt, PackedTexts) else None
         if isinstance(prompt, PackedTexts):
             prompt = prompt.token_ids
+            self.ranks.record("texts", text_lens)
         elif isinstance(prompt, VisionPrompt):
             images = images_of(prompt, self.config)
             self._has_images = True
             self.ranks.record("images", *prompt.spans)
             prompt = prompt.token_ids
-        self.ranks.record("prompt", prompt, text_lens)
+        self.ranks.record("prompt", prompt)
         self.ranks.record("settings", params, params.read, params.cache_salt)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -60,7 +61,7 @@ class Peers:
 
     def record(self, what: str, *facts: object) -> None:
         """Note something that must be equal on all ranks."""
-        told = ", ".join(map(repr, facts))
+        told = ", ".join(repr([*fact] if isinstance(fact, array) else fact) for fact in facts)
         line = ADDRESS.sub("0x", f"{what}: {told}" if facts else what).replace("\n", " ")
         self._notes.append(line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... (hash {_hash(line):x})")
 
