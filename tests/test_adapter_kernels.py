@@ -10,6 +10,7 @@ import torch
 from conftest import of_each_kind, whole_only
 from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
@@ -23,7 +24,7 @@ from nanoinfer.kernels.adapters.products import (
     shrink_triton,
 )
 from nanoinfer.kernels.groups import pack
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.activation import Activation, Ungated, gate_mul_reference
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
@@ -223,6 +224,14 @@ def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
     of_row = RowAdapter.of(pairs, rows_of([1]))
     expected = gate_mul_reference(x @ weight.T + bias + added(x, pairs, [1]).float(), "silu")
     assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)
+
+
+def test_an_activation_without_gates_comes_behind_the_adapter() -> None:
+    pairs, x, weight, bias = pairs_of((140,), 96, 16, torch.float32), randn(3, 96), randn(140, 96), randn(140)
+    one, some = rows_of([1]), rows_of([1, -1, 0])
+    products = x @ weight.T + bias + added(x, pairs, [1, -1, 0]).float()
+    assert_close(one_row_linear(x[:1], weight, bias, Ungated("gelu"), RowAdapter.of(pairs, one)), F.gelu(products[:1]))
+    assert_close(adapted_linear(x, weight, pairs, some, bias, Ungated("gelu")), F.gelu(products))
 
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)

@@ -41,8 +41,10 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear import one_wave
 from nanoinfer.kernels.linear.activation import (
     Activation,
+    AnyActivation,
     ClampedSwiGLU,
     Function,
+    Ungated,
     activate,
     activate_triton,
     gate_mul_reference,
@@ -94,6 +96,7 @@ from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
 ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5), "gelu"]
+UNGATED = [Ungated("gelu"), Ungated("relu")]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -267,9 +270,11 @@ def test_gated_linear(activation: Activation, shape: tuple[int, int, int]) -> No
     assert_close(out, activated(F.linear(x.float(), weight.float()), activation))
 
 
-def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+def activated(out: torch.Tensor, activation: AnyActivation | None) -> torch.Tensor:
     if activation is None:
         return out
+    if isinstance(activation, Ungated):
+        return ACT2FN[activation.function](out)
     gate, up = out.chunk(2, dim=-1)
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
@@ -322,9 +327,11 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "shape"),
-    of_each_kind(product([None, "silu", "gelu_tanh"], [(64, 32), (96, 10), (2500, 50)]), 0, 2, 4, 7),
+    of_each_kind(product([None, "silu", "gelu_tanh", *UNGATED], [(64, 32), (96, 10), (2500, 50)]), 0, 2, 4, 7, 10, 14),
 )
-def test_one_row_linear_with_a_bias(activation: Activation | None, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_one_row_linear_with_a_bias(
+    activation: AnyActivation | None, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     in_features, out_features = shape
     x, bias = randn(1, in_features, dtype=dtype), randn(out_features, dtype=dtype)
     weight = (randn(out_features, in_features) / in_features**0.5).to(dtype)
@@ -358,10 +365,11 @@ def test_a_scale_of_the_residual_stream(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("kernel", "activation"),
     of_each_kind(
-        product(["one_row", "one token", "three tokens", "pieces"], [None, "silu", "gelu_tanh"]), 0, 1, 2, 4, 7, 9
+        product(["one_row", "one token", "three tokens", "pieces"], [None, "silu", "gelu_tanh", *UNGATED]),
+        *(0, 1, 2, 3, 6, 9, 11, 15),
     ),
 )
-def test_norm_linear(kernel: str, activation: Activation | None, dtype: torch.dtype) -> None:
+def test_norm_linear(kernel: str, activation: AnyActivation | None, dtype: torch.dtype) -> None:
     """Every combination of norms, with and without a residual and a bias. The roundings of many outputs even out."""
     in_pieces = kernel == "pieces"
     x = randn(2, 3, 96) if in_pieces else randn(3 if kernel == "three tokens" else 1, 96, dtype=dtype)

@@ -11,7 +11,7 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, shrink
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.layers.embedding import Head
@@ -49,7 +49,7 @@ class AdaptedProduct(Product):
     def product(
         self,
         x: Tensor,
-        activation: Activation | None = None,
+        activation: AnyActivation | None = None,
         may_split: bool = False,
         with_bias: bool = True,
         before: Activation | None = None,
@@ -65,7 +65,7 @@ class AdaptedProduct(Product):
         residual: Tensor | None,
         pre: Norm | None,
         post: Norm | None,
-        activation: Activation | None,
+        activation: AnyActivation | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, and add each row's adapter."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.shares import share_of
@@ -106,15 +106,16 @@ class ColumnParallelLinear(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         joint: Joint,
-        activation: Activation | None = None,
+        activation: AnyActivation | None = None,
         adapters: AdapterRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
 
-        activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
+        activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation);
+            Ungated: to all
         adapters: those that the tokens name; None: no token names one
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
-        activation, the share is that of act(gate) * up alone.
+        activation of gates, the share is that of act(gate) * up alone.
         """
         matrix = self.matrix.beside(adapters)
         lane = joint.lane(x) if matrix.takes_lanes else None
@@ -125,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
         return matrix.product(joined, activation), residual
 
     def project(
-        self, joined: Tensor, activation: Activation | None = None, adapters: AdapterRows | None = None
+        self, joined: Tensor, activation: AnyActivation | None = None, adapters: AdapterRows | None = None
     ) -> Tensor:
         """Project a joint's output, [tokens, in_features]; returns the first of forward's results."""
         return self.matrix.beside(adapters).product(joined, activation)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.linear.activation import ClampedSwiGLU, activate
+from nanoinfer.kernels.linear.activation import ClampedSwiGLU, Ungated
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
@@ -56,7 +55,9 @@ class UngatedMLP(nn.Module):
         unit = _unit_of(size, model, tp)
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
-        self.activate = _make_activation(model, prefix)
+        assert not isinstance(model.activation, ClampedSwiGLU)
+        self.activation = Ungated(model.activation)
+        self.xielu = None if names.xielu is None else XIELU(prefix + names.xielu)  # in place of the activation
         how = tp, model.mlp_bias, model.formats, unit
         self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
 
@@ -64,16 +65,12 @@ class UngatedMLP(nn.Module):
         self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        up, residual = self.up_proj(x, residual, joint, adapters=adapters)
-        return self.down_proj(self.activate(up), adapters=adapters), residual
-
-
-def _make_activation(model: Description, prefix: str) -> Callable[[Tensor], Tensor]:
-    """Return that of an MLP without gates. prefix: the layer's, with a dot"""
-    if model.names.xielu is not None:
-        return XIELU(prefix + model.names.xielu)
-    assert not isinstance(model.activation, ClampedSwiGLU)
-    return partial(activate, activation=model.activation)
+        if self.xielu is None:
+            up, residual = self.up_proj(x, residual, joint, self.activation, adapters)
+        else:
+            up, residual = self.up_proj(x, residual, joint, adapters=adapters)
+            up = self.xielu(up)
+        return self.down_proj(up, adapters=adapters), residual
 
 
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:

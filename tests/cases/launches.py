@@ -39,7 +39,7 @@ from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, activate, xielu
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, Ungated, activate, xielu
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
@@ -160,10 +160,11 @@ def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: tor
 
 
 def multiply_centred(weigh: Callable[..., AnyWeight]) -> None:
-    """Multiply a row behind a LayerNorm."""
+    """Multiply a row behind a LayerNorm, in the launch that applies an activation, with gates or without."""
     rows, inputs = QWEN3_8B["gates and ups"]
     x, norm = empty(1, inputs, dtype=BF16), norm_of(inputs, BF16, centred=True)
-    norm_linear(x, x, norm, weigh(BF16, rows, inputs), empty(rows), "gelu")
+    for activation in ("gelu", Ungated("gelu_tanh")):
+        norm_linear(x, x, norm, weigh(BF16, rows, inputs), empty(rows), activation)
 
 
 def multiply_lane(weigh: Callable[..., AnyWeight]) -> None:

@@ -15,7 +15,7 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, expand_reference, pieces_for, shrink
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation, Ungated, activate, gate_mul
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
@@ -31,7 +31,7 @@ def adapted_linear(
     pairs: Pairs,
     rows: AdapterRows,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     may_split: bool = False,
     before: Activation | None = None,
 ) -> Tensor:
@@ -43,6 +43,8 @@ def adapted_linear(
         x = gate_mul(x, before)
     if (row_weight := _for_one_row(x, weight)) is not None:
         return one_row_linear(x, row_weight, bias, activation, RowAdapter.of(pairs, rows))
+    if isinstance(activation, Ungated):
+        return activate(adapted_linear(x, weight, pairs, rows, bias), activation.function)
     if isinstance(weight, WeightInParts):
         zeros = x.new_zeros(len(x), sum(weight.sizes), dtype=torch.float32)
         added = expand_reference(shrink(x, pairs, rows), pairs, rows, zeros, cut=weight.sizes)
@@ -72,7 +74,7 @@ def adapted_norm_linear(
     pairs: Pairs,
     rows: AdapterRows,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     post: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute kernels.linear.dispatch.norm_linear without a lane, with each row's adapter added before the activation.

@@ -32,7 +32,17 @@ class ClampedSwiGLU:
 
 
 Function = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
-Activation: TypeAlias = Function | ClampedSwiGLU
+
+
+@dataclass(frozen=True)
+class Ungated:
+    """An activation of all projections: no gate is among them."""
+
+    function: Function
+
+
+Activation: TypeAlias = Function | ClampedSwiGLU  # of gates
+AnyActivation: TypeAlias = Activation | Ungated
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

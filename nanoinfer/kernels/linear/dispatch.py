@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.linear import gated
-from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation, Ungated, activate, gate_mul
 from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, find_tiling
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
@@ -53,7 +53,7 @@ def linear(
     x: Tensor,
     weight: AnyWeight,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     may_split: bool = False,
     before: Activation | None = None,
 ) -> Tensor:
@@ -61,7 +61,7 @@ def linear(
 
     bias: [out_features]
     activation: the weight and the bias have gates in their first half and ups in the second. The result is
-        act(gate) * up, [tokens, out_features // 2], see activation.py
+        act(gate) * up, [tokens, out_features // 2], see activation.py. Of Ungated, the result is act(product)
     may_split: the result may also be pieces, [pieces, tokens, out_features] float32, which add up to the product. The
         kernels in kernels.norm, which add a residual anyway, add them too
     before: if given, x has gates in its first half and ups in its second, [tokens, 2 * in_features]: what is multiplied
@@ -72,6 +72,8 @@ def linear(
         x, before = gate_mul(x, before), None
     if is_one_row(x) and (row := own.for_row(x, alone=True)) is not None:
         return one_row_linear(x, row, bias, activation)
+    if isinstance(activation, Ungated):
+        return activate(linear(x, weight, bias, None, may_split, before), activation.function)
     return own.product(x if before is None else own.gated(x, before), bias, activation, may_split)
 
 
@@ -81,7 +83,7 @@ def norm_linear(
     norm: Norm | None,
     weight: AnyWeight,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     post: Norm | None = None,
     lane: VectorLane | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -101,6 +103,8 @@ def norm_linear(
         return one_row_norm_linear(x, residual, norm, row, bias, activation, post, lane)
     assert lane is None
     normed, total = own.normed(x, residual, norm, post)
+    if isinstance(activation, Ungated):
+        return activate(own.product(normed, bias), activation.function), total
     return own.product(normed, bias, activation), total
 
 

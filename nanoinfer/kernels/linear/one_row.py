@@ -35,7 +35,15 @@ from nanoinfer.kernels.launch import (
     num_multiprocessors,
     wait_for_predecessor,
 )
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    AnyActivation,
+    Function,
+    Ungated,
+    activate_block,
+    gate_mul_block,
+    gated_row,
+)
 from nanoinfer.kernels.linear.fp8.row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
 from nanoinfer.kernels.linear.operand import RowOperand
@@ -58,7 +66,7 @@ def one_row_linear(
     x: Tensor,
     weight: OneRowWeight,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     of_row: RowAdapter | None = None,
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch.
@@ -74,7 +82,7 @@ def one_row_norm_linear(
     norm: Norm | None,
     weight: OneRowWeight,
     bias: Tensor | None = None,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     post: Norm | None = None,
     lane: VectorLane | None = None,
     normed: Tensor | None = None,
@@ -103,7 +111,7 @@ def _launch(
     x: Tensor,
     weight: OneRowWeight,
     bias: Tensor | None,
-    activation: Activation | None,
+    activation: AnyActivation | None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
     norm: Norm | None = None,
@@ -119,6 +127,7 @@ def _launch(
     operand = row_operand(weight)
     weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
+    after, activation = (activation.function, None) if isinstance(activation, Ungated) else (None, activation)
     out = torch.empty((count, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = operand.programs
@@ -159,6 +168,7 @@ def _launch(
             block_k,
             operand.form,
             activation,
+            after,
             norm.form if norm else None,
             post.form if post else None,
             (lane.rank, len(lane.inboxes), lane.stale is not None) if lane else None,
@@ -204,6 +214,7 @@ class RowConstants:
     """What the kernel is compiled for. block_n, block_k: rows of a tile, and room for the inputs
 
     form: RowOperand's
+    activation: of gates, which multiply ups; after: of all products
     lane: the rank, how many there are, and whether a lane has stale numbers; None: x is the sum
     adapter: None: the row has no room for one
     """
@@ -212,6 +223,7 @@ class RowConstants:
     block_k: int
     form: Any
     activation: Activation | None
+    after: Function | None
     norm: Form | None
     post: Form | None
     lane: tuple[int, int, bool] | None
@@ -240,6 +252,7 @@ def _one_row_kernel(
     N: tl.constexpr = HOW.block_n
     K: tl.constexpr = HOW.block_k
     ACTIVATION: tl.constexpr = HOW.activation
+    AFTER: tl.constexpr = HOW.after
     GATED: tl.constexpr = ACTIVATION is not None
     ADAPTER: tl.constexpr = HOW.adapter
     NORM: tl.constexpr = HOW.norm
@@ -324,6 +337,8 @@ def _one_row_kernel(
             if ADAPTER.per_load is None:
                 dots += tl.sum(of_adapter, axis=1)
             b = load_b(b_ptr, slot, index + programs, weight_rows, N, PARTS, ADAPTER.rank, COLUMNS, GATED)
+        if AFTER is not None:
+            dots = activate_block(dots.to(out_ptr.dtype.element_ty).to(tl.float32), AFTER)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, N)
         tile = following
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -42,7 +42,7 @@ class Product(ABC):
     def product(
         self,
         x: Tensor,
-        activation: Activation | None = None,
+        activation: AnyActivation | None = None,
         may_split: bool = False,
         with_bias: bool = True,
         before: Activation | None = None,
@@ -56,7 +56,7 @@ class Product(ABC):
         residual: Tensor | None,
         pre: Norm | None,
         post: Norm | None,
-        activation: Activation | None,
+        activation: AnyActivation | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
@@ -118,7 +118,7 @@ class Matrix(LinearMap, Product):
     def product(
         self,
         x: Tensor,
-        activation: Activation | None = None,
+        activation: AnyActivation | None = None,
         may_split: bool = False,
         with_bias: bool = True,
         before: Activation | None = None,
@@ -132,7 +132,7 @@ class Matrix(LinearMap, Product):
         residual: Tensor | None,
         pre: Norm | None,
         post: Norm | None,
-        activation: Activation | None,
+        activation: AnyActivation | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply by the operand."""
