@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 from conftest import greedy
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.config import Config
 from nanoinfer.requests.text import tokenizer as rooms
+from nanoinfer.requests.text.encoder import Encoder
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -206,3 +208,50 @@ def test_a_package_that_a_tokenizer_needs_is_named(
         pytest.skip("tiktoken is installed, and reads the file")
     with pytest.raises(ValueError, match=rf"cannot load its tokenizer: .* pip install {packages}$"):
         load_tokenizer(Config(str(folder), device="cpu"))
+
+
+TEXTS = ["", "O Romeo", "O Romeo", "ROMEO:\nBut, soft! what light through yonder window breaks?", "…é漢字🙂"]
+
+
+class TestTextsAtOnce:
+    @pytest.fixture
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+    @pytest.mark.parametrize("how", [{}, {"add_special_tokens": False}, {"truncation": True, "max_length": 5}], ids=str)
+    def test_tokens_are_those_of_each_text(self, how: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        encoder, expected = Encoder(tokenizer, **how), [tokenizer.encode(text, **how) for text in TEXTS]
+        with encoder.at_once(TEXTS):
+            tokenizer.encode = None  # nobody needs it
+            found = [encoder.encode(text) for text in TEXTS]
+            assert found == expected
+            found[1].append(0)  # nobody else's
+            assert found[2] == encoder.encode(TEXTS[2]) == expected[2]
+        with pytest.raises(TypeError, match="not callable"):
+            encoder.encode(TEXTS[1])
+
+    def test_one_that_cannot_be_encoded_is_found_in_its_turn(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        encoder = Encoder(tokenizer)
+        with encoder.at_once(["a", "\ud800", "b"]):
+            assert encoder.encode("a") == tokenizer.encode("a")
+            with pytest.raises(TypeError):
+                encoder.encode("\ud800")
+
+    def test_calls_tokenize_their_texts_at_once(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The tokenizer is asked for all texts of a call, and for few of those that are embedded before it runs."""
+        llm, texts = make_llm(), [f"text {number}" for number in range(40)]
+        asked: list[int] = []
+
+        @contextmanager
+        def at_once(encoder: Encoder, texts: list[str]) -> Iterator[None]:
+            asked.append(len(texts))
+            yield
+
+        monkeypatch.setattr(Encoder, "at_once", at_once)
+        llm.generate([*texts, [5, 6]], greedy(1), use_tqdm=False)
+        assert asked == [40]
+        asked.clear()
+        llm.embed(texts, use_tqdm=False)
+        assert asked == [2, 2, 4, 8, 16, 8]

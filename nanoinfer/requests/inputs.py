@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -38,6 +38,7 @@ from nanoinfer.requests.settings import (
     SettingsReader,
     check_generates,
 )
+from nanoinfer.requests.text.encoder import Encoder
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 from nanoinfer.runner.memory.room import room_for
@@ -53,6 +54,7 @@ A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
 SMALLER = "; image_options can make images and videos smaller"
+AT_ONCE = 1024  # texts that are tokenized together
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Prompt = Tokens | Mapping[str, object]
@@ -137,6 +139,18 @@ class Inputs:
         prompt = self._tokens_of(asked, coming.seen)
         packed = self._check_tokens(asked.name, prompt, settings.params)
         return Prepared(packed, ids_of(prompt), asked.text, *settings, output_of=coming.output_of)
+
+    def finish_all(self, coming: list[ComingRequest]) -> list[Prepared]:
+        """Return prompts ready to run, in their order; the first error is raised. Texts are tokenized together."""
+        texts: dict[Encoder, list[str]] = {}
+        for asked, _, seen, _ in coming:
+            encoder = self.texts.encoder(not asked.is_chat) if asked.tokenize is None else asked.encoder
+            if seen is None and encoder is not None and isinstance(asked.prompt, str):
+                texts.setdefault(encoder, []).append(asked.prompt)
+        with ExitStack() as stack:
+            for encoder, some in texts.items():
+                stack.enter_context(encoder.at_once(some))
+            return [self.finish(each) for each in coming]
 
     def check_continuations(
         self, prompt: SomePrompts, continuations: Any, adapter: str | None
@@ -289,7 +303,10 @@ class Inputs:
         """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
         coming = self._begin(asked, settings)
         with _cancelled_by_errors(coming):
-            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
+            alone = [each for each in coming if each.seen is None]
+            parts = (alone[first : first + AT_ONCE] for first in range(0, len(alone), AT_ONCE))
+            ready = chain.from_iterable(map(self.finish_all, parts))
+            return CallPrompts([next(ready) if each.seen is None else each for each in coming], self.finish)
 
     def _begin(self, asked: list[Asked], settings: list[Settings]) -> list[ComingRequest]:
         """Let the images of a call's prompts be prepared."""

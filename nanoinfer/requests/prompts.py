@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.settings import Settings
+from nanoinfer.requests.text.encoder import Encoder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, Media
 from nanoinfer.vision.spans import VisionPrompt
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
     is_chat: a template wrote it, with the special tokens
     cache_salt: it shares blocks of the KV cache with prompts of the same salt alone; None: with those without one
     tokenize: makes its tokens, of its name in messages of errors; None: the tokenizer does, of its text
+    encoder: what `tokenize` encodes its prompt by, as it stands; None: it writes another text, or is None
     """
 
     name: str
@@ -39,6 +41,7 @@ class Asked(NamedTuple):
     is_chat: bool = False
     cache_salt: str | None = None
     tokenize: Callable[[str], list[int]] | None = None
+    encoder: Encoder | None = None
 
 
 OutputOf = Callable[[Any], Any]  # what makes the output of a Request that is read

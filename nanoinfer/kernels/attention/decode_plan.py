@@ -161,7 +161,7 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
         if 2 * large * token_bytes + RESERVED_BYTES <= shared_memory(k_cache.device):
             return Programs(large, stages=3, warps=8, per_multiprocessor=1)
         return Programs(math.gcd(block_size, 16), stages=3, warps=8, per_multiprocessor=1)
-    if block_d <= 64 and k_cache.itemsize == 2 and not few:
+    if block_d <= 64 and k_cache.itemsize == 2 and rows > 32 and not are_bundles:
         # A tile is so small that a row's few tiles end soon. Other programs load while one waits for its next row.
         return Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4)
     tile = min(MAX_TILE, TILE_BYTES // token_bytes)

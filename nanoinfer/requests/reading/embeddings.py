@@ -82,8 +82,11 @@ class Embeddings:
             what = "text alone, which sentence-transformers' files change, or token ids"
             raise ValueError(f"{asked.name}: must be {what}")
         if isinstance(given, str) and asked.text is not None and not asked.is_chat:
-            tokenize = None if own is None else partial(own.read_text, text=given, before=before)
-            return asked._replace(prompt=before + given, text=before + asked.text, tokenize=tokenize)
+            asked = asked._replace(prompt=before + given, text=before + asked.text)
+            if own is None:
+                return asked
+            encoder = None if own.writes_chats else own.encoder
+            return asked._replace(tokenize=partial(own.read_text, text=given, before=before), encoder=encoder)
         if name is not None:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked

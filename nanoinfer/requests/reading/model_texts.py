@@ -12,6 +12,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.pooling.text_settings import FLAT, TextSettings
+from nanoinfer.requests.text.encoder import Encoder
 from nanoinfer.requests.text.texts import TextTokenizer
 
 if TYPE_CHECKING:
@@ -81,12 +82,17 @@ class ModelTexts:
             most = limit if positions is None else min(limit, positions)
         return most if self._settings.cut is not None and most <= self._config.max_model_len else None
 
-    def _encode(self, name: str, *texts: str, special: bool = True) -> list[int]:
+    @cached_property
+    def encoder(self) -> Encoder:
+        """What makes tokens of texts and pairs, and in chats of what the template writes."""
         cut: dict[str, Any] = {}
         if self._most_tokens is not None:
             cut = {"truncation": self._settings.cut, "max_length": self._most_tokens}
+        return Encoder(self._tokenizer, add_special_tokens=not self.writes_chats, **cut)
+
+    def _encode(self, name: str, *texts: str) -> list[int]:
         try:
-            token_ids = self._tokenizer.encode(*texts, add_special_tokens=special, **cut)
+            token_ids = self.encoder.encode(*texts)
         except Exception as error:  # a text has half a surrogate pair, or a pair is too long where one text is cut
             shown = short(texts[-1], MOST_SHOWN)
             raise ValueError(f"{name} is {shown}: the tokenizer does not take it: {error}") from None
@@ -98,7 +104,7 @@ class ModelTexts:
     def _encode_chat(self, name: str, turns: tuple[Turn, ...], before: str) -> list[int]:
         """Return the tokens of a chat; of one that is cut, the last ones may be the template's all the same."""
         end = self._end_of(tuple(role for role, _ in turns), before)
-        token_ids = self._encode(name, self._render(turns, before), special=False)
+        token_ids = self._encode(name, self._render(turns, before))
         if self._settings.keeps_end and len(token_ids) == self._most_tokens:
             kept = end[-len(token_ids) :]
             token_ids[len(token_ids) - len(kept) :] = kept

@@ -17,7 +17,7 @@ from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import CallAdapters, Settings, one_each
 from nanoinfer.sampling_params import SamplingParams
 
-CHECKED_IN_A_TURN = 2  # texts of a list, so that a bad one is found half-way at the latest
+CHECKED_AT_ONCE = 256  # texts of a list at most, whose tokens all cores make
 IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
@@ -78,23 +78,28 @@ class SomeTexts(ABC):
 
 
 class ListedTexts(SomeTexts):
-    """Those of a list. Their tokens are checked beside the device, twice as fast as it takes them."""
+    """Those of a list. Their tokens are checked beside the device, twice as fast as it takes them, many at once."""
 
     def __init__(
         self,
         coming: list[ComingRequest],
-        finish: Callable[[ComingRequest], Prepared],
+        finish_all: Callable[[list[ComingRequest]], list[Prepared]],
         trim: Callable[[Prepared], Prepared],
     ) -> None:
-        """finish: as for CallPrompts"""
+        """finish_all: Inputs'"""
         self.count = len(coming)
-        self._coming, self._finish, self._trim = deque(coming), finish, trim
+        self._coming, self._finish_all, self._trim = deque(coming), finish_all, trim
         self._ready: deque[Prepared] = deque()
+        self._num_taken = self._num_checked = 0
 
     def next_text(self) -> Prepared | None:
         """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
-        for _ in range(min(CHECKED_IN_A_TURN, len(self._coming))):
-            self._ready.append(self._trim(self._finish(self._coming.popleft())))
+        self._num_taken += 1
+        if 2 * self._num_taken > self._num_checked:
+            count = min(max(self._num_checked, 2), CHECKED_AT_ONCE)
+            coming = [self._coming.popleft() for _ in range(min(count, len(self._coming)))]
+            self._ready.extend(map(self._trim, self._finish_all(coming)))
+            self._num_checked += count
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
@@ -154,4 +159,4 @@ def texts_of(
         return [made[name] for name in names]
 
     coming = inputs.begin_texts(reading.name, prompts, settings_of, reading.ask)
-    return ListedTexts(coming, inputs.finish, reading.trim)
+    return ListedTexts(coming, inputs.finish_all, reading.trim)
