@@ -103,7 +103,7 @@ def plan_decode(
         assert (own_starts is None) == (prefixes is None)
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
-    programs = programs or choose_programs(rows, k_cache, bundles is not None)
+    programs = programs or choose_programs(rows, k_cache, bundles is not None, prefixes is not None)
     if workers is None:
         workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
         if bundles is not None:
@@ -142,10 +142,11 @@ def plan_decode(
     return plan
 
 
-def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Programs:
+def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False, share: bool = False) -> Programs:
     """Return the programs that are the fastest on an H200; k_cache: as for plan_decode.
 
     are_bundles: the rows are bundles, whose scores would lack registers in larger tiles
+    share: programs that attend to prefixes take up room beside these
     """
     _, block_size, kv_heads, head_dim = k_cache.shape
     block_d, few = next_power_of_2(head_dim), rows <= FEW_ROWS or are_bundles
@@ -161,7 +162,7 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False) -> Pr
         if 2 * large * token_bytes + RESERVED_BYTES <= shared_memory(k_cache.device):
             return Programs(large, stages=3, warps=8, per_multiprocessor=1)
         return Programs(math.gcd(block_size, 16), stages=3, warps=8, per_multiprocessor=1)
-    if block_d <= 64 and k_cache.itemsize == 2 and rows > 32 and not are_bundles:
+    if block_d <= 64 and k_cache.itemsize == 2 and rows > 32 and not (are_bundles or share):
         # A tile is so small that a row's few tiles end soon. Other programs load while one waits for its next row.
         return Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4)
     tile = min(MAX_TILE, TILE_BYTES // token_bytes)
