@@ -100,7 +100,7 @@ def attend_to_texts_triton(
     """attend_to_texts as one launch."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
-    block_m, block_n, warps, stages = _tile(head_dim, q.itemsize)
+    block_m, block_n, warps, stages = _tile(head_dim, q.itemsize, biases is not None)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k.stride() == v.stride()
     _text_kernel[(cdiv(max(lens), block_m), len(lens), heads)](
@@ -128,11 +128,13 @@ def attend_to_texts_triton(
     return out
 
 
-def _tile(head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
+def _tile(head_dim: int, itemsize: int, has_biases: bool) -> tuple[int, int, int, int]:
     """Return the queries of a program, the keys at a time, its warps, and how many steps of keys are on their way."""
     head_bytes = head_dim * itemsize
-    if head_bytes <= 256:
-        return (128, 32, 4, 3) if itemsize == 2 else (32, 32, 4, 2)  # float32 is multiplied in registers
+    if itemsize == 2 and head_bytes <= 256:  # biases take registers, too
+        return (64, 64, 4, 2) if has_biases else (128, 32, 4, 3)
+    if head_bytes <= 256:  # float32 is multiplied in registers
+        return 32, 32, 4, 2
     return (32, 32, 4, 2) if head_bytes <= 512 else (16, 32, 4, 1)
 
 
