@@ -357,6 +357,44 @@ class TestOptions:
         llm.embed([[5] * length for length in (20, 40, 5, 64, 4, 4, 4, 4)], use_tqdm=False)
         assert steps == [(60, 0), (5, 0), (64, 0), (16, 0)]
 
+    def test_a_step_is_one_sequence(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
+        """Callers see texts all the same."""
+        llm = make_llm(str(folder), **SMALL, max_model_len=64, max_num_batched_tokens=64)
+        sequences: list[int] = []
+        llm.engine.on_step = lambda result: sequences.append(len(result.finished))
+        texts = [[5 + place] * length for place, length in enumerate((20, 40, 5, 64, 4, 4, 4, 4))]
+        for given in (texts, iter(texts)):
+            before, first = llm.stats(), llm._requests.num_added
+            outputs = list(llm.embed(given, use_tqdm=False))
+            assert [output.request_id - first for output in outputs] == list(range(8))
+            assert [output.prompt_token_ids for output in outputs] == texts
+            after = llm.stats()
+            assert after.num_requests - before.num_requests == 8
+            assert after.finish_reasons["length"] - before.finish_reasons.get("length", 0) == 8
+            assert after.num_prompt_tokens - before.num_prompt_tokens == 145
+        assert sequences == [1, 1, 1, 1] * 2
+        alone = [llm.embed([text], use_tqdm=False)[0].embedding for text in texts]
+        np.testing.assert_allclose(np.stack([output.embedding for output in outputs]), alone, atol=2e-6)
+
+    def test_a_text_without_numbers_ends_alone(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
+        llm, model = make_llm(str(folder), device="cpu", dtype="float16"), AutoModel.from_pretrained(folder)
+        model.embeddings.word_embeddings.weight.data[7] = 65000.0  # and a position's adds up to more than float16 has
+        model.embeddings.position_embeddings.weight.data += 600.0
+        llm.update_weights(model.named_parameters())
+        texts = [[5, 6], [5, 7], [8] * 20, [7]]
+        outputs = llm.embed(texts, use_tqdm=False)
+        assert [output.embedding is None for output in outputs] == [False, True, False, True]
+        assert [output.error is None for output in outputs] == [True, False, True, False]
+        assert "not finite" in outputs[1].error
+        right = llm.embed(texts[::2], use_tqdm=False)
+        np.testing.assert_allclose(outputs[2].embedding, right[1].embedding, atol=2e-3)
+
+    def test_replicas_share_few_texts(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
+        llm, replicas = make_llm(str(folder), **SMALL, data_parallel_size=2), set[int]()
+        llm.engine.on_step = lambda result: replicas.add(result.replica)
+        llm.embed([[5] * 100] * 40, use_tqdm=False)
+        assert replicas == {0, 1}
+
     def test_nothing_is_kept_of_a_text(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(str(folder), **SMALL)
         for _ in range(2):

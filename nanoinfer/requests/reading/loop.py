@@ -16,20 +16,23 @@ from nanoinfer.requests.reading.texts import SomeTexts
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.requests import Requests
 
+PARTS = 4  # of a step come for themselves, if there are replicas, so that each gets some of few texts
 STEPS_AHEAD = 4  # so many steps' texts are on their way, that none waits for the caller or the tokenizer
 
 
 class Packs:
     """Takes texts as they may be on their way: those that wait, that run, and whose turn to be returned has not come.
 
-    An encoder's texts come packed, a step's worth at once, so that the engine has few sequences to look after.
+    An encoder's texts come packed, a step's worth at once, so that an engine has few sequences to look after.
     """
 
     def __init__(self, texts: SomeTexts, config: Config) -> None:
         self._texts = texts
         self._ahead: Prepared | None = None  # a text that had no room in the last pack
         self._are_left = True  # texts, as far as is known
-        self._step_tokens = config.max_num_batched_tokens if config.description.is_encoder else 1
+        self._pack_tokens = 1
+        if config.description.is_encoder:
+            self._pack_tokens = config.max_num_batched_tokens // (PARTS if config.data_parallel_size > 1 else 1)
         self._most = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
         self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
         self._num = self._num_tokens = 0
@@ -50,7 +53,7 @@ class Packs:
 
     def _take_pack(self) -> list[Prepared]:
         """Take the next texts that have the same settings, as many as a step of an encoder computes."""
-        texts, room = list[Prepared](), self._step_tokens
+        texts, room = list[Prepared](), self._pack_tokens
         while room > 0 and (text := self._take_text()) is not None:
             room -= len(text.prompt)
             if texts and (room < 0 or text.params is not texts[0].params):
