@@ -24,12 +24,21 @@ import numpy as np
 import pyarrow as pa
 from cases.tuned import Tuned
 from conftest import HAS_CUDA
+from transformers import BertConfig, BertModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
 from nanoinfer.integrations import ray_embeddings
 from nanoinfer.integrations.ray_data import Generator, build
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
+ENCODER = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 CHAT = [{"role": "user", "content": "Good morrow"}]
 
 
@@ -331,3 +340,16 @@ class TestCluster:
         assert "must be at most max_model_len=200" in rows[3]["error"]
         with pytest.raises(ValueError, match="column 'embedding': is there already"):
             ray_embeddings.build(ray.data.from_items([{"prompt": "a", "embedding": 1}]), BUNDLED_MODEL, **options)
+
+    @pytest.mark.whole
+    def test_a_column_of_an_encoders_embeddings(self, tmp_path: Path) -> None:
+        BertModel(BertConfig(**ENCODER)).save_pretrained(tmp_path)
+        texts, options = [[5, 6, 7], [8], [9] * 40], {"device": "cpu", "dtype": "float32"}
+        with LLM(str(tmp_path), **options) as llm:
+            expected = np.stack([output.embedding for output in llm.embed(texts, use_tqdm=False)])
+        dataset = ray.data.from_items([{"token_ids": text, "kept": i} for i, text in enumerate([*texts, [5] * 65])])
+        made = ray_embeddings.build(dataset, str(tmp_path), size=1, **options)
+        rows = sorted(made.take_all(), key=lambda row: row["kept"])
+        np.testing.assert_allclose(np.stack([row["embedding"] for row in rows[:3]]), expected, atol=1e-5)
+        assert rows[3]["embedding"] is None
+        assert "must be at most max_model_len=64" in rows[3]["error"]
