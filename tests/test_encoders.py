@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -375,6 +375,19 @@ class TestOptions:
         assert sequences == [1, 1, 1, 1] * 2
         alone = [llm.embed([text], use_tqdm=False)[0].embedding for text in texts]
         np.testing.assert_allclose(np.stack([output.embedding for output in outputs]), alone, atol=2e-6)
+
+    def test_a_step_waits_for_its_own_texts_alone(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(str(folder), **SMALL, max_model_len=64, max_num_batched_tokens=64)
+        taken, at_steps = [], list[int]()
+        llm.engine.on_step = lambda result: at_steps.append(len(taken))
+
+        def texts() -> Iterator[list[int]]:
+            for _ in range(20):
+                taken.append([5] * 30)
+                yield taken[-1]
+
+        assert len(list(llm.embed(texts(), use_tqdm=False))) == 20
+        assert at_steps[:2] == [5, 7]  # those of the step, of the next one, and one for which this has no room
 
     def test_a_text_without_numbers_ends_alone(self, folder: Path, make_llm: Callable[..., LLM]) -> None:
         llm, model = make_llm(str(folder), device="cpu", dtype="float16"), AutoModel.from_pretrained(folder)

@@ -34,7 +34,7 @@ class Packs:
         if config.description.is_encoder:
             self._pack_tokens = config.max_num_batched_tokens // (PARTS if config.data_parallel_size > 1 else 1)
         self._most = STEPS_AHEAD * config.max_num_seqs * config.data_parallel_size
-        self._most_tokens = STEPS_AHEAD * config.max_num_batched_tokens * config.data_parallel_size
+        self._tokens_at_once = config.max_num_batched_tokens * config.data_parallel_size
         self._num = self._num_tokens = 0
 
     @property
@@ -43,10 +43,16 @@ class Packs:
         return self._are_left or self._ahead is not None
 
     def take(self) -> list[Prepared]:
-        """Take the next texts while there is room."""
+        """Take the next texts while there is room, a step's worth for each replica: the first step need not wait."""
         taken: list[Prepared] = []
-        while self._num < self._most and self._num_tokens < self._most_tokens and (texts := self._take_pack()):
+        left = min(self._tokens_at_once, STEPS_AHEAD * self._tokens_at_once - self._num_tokens)
+        while left > 0 and self._num < self._most:
+            if self._ahead is not None and len(self._ahead.prompt) > left:
+                break  # a step is full, but for a rest
+            if not (texts := self._take_pack()):
+                break
             taken.append(pack(texts) if len(texts) > 1 else texts[0])
+            left -= len(taken[-1].prompt)
             self._num += 1
             self._num_tokens += len(taken[-1].prompt)
         return taken
