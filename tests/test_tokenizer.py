@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.config import Config
 from nanoinfer.requests.text import tokenizer as rooms
-from nanoinfer.requests.text.encoder import Encoder
+from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -220,22 +220,22 @@ class TestTextsAtOnce:
 
     @pytest.mark.parametrize("how", [{}, {"add_special_tokens": False}, {"truncation": True, "max_length": 5}], ids=str)
     def test_tokens_are_those_of_each_text(self, how: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        encoder, expected = Encoder(tokenizer, **how), [tokenizer.encode(text, **how) for text in TEXTS]
-        with encoder.at_once(TEXTS):
+        bound, expected = BoundTokenizer(tokenizer, **how), [tokenizer.encode(text, **how) for text in TEXTS]
+        with bound.at_once(TEXTS):
             tokenizer.encode = None  # nobody needs it
-            found = [encoder.encode(text) for text in TEXTS]
+            found = [bound.encode(text) for text in TEXTS]
             assert found == expected
             found[1].append(0)  # nobody else's
-            assert found[2] == encoder.encode(TEXTS[2]) == expected[2]
+            assert found[2] == bound.encode(TEXTS[2]) == expected[2]
         with pytest.raises(TypeError, match="not callable"):
-            encoder.encode(TEXTS[1])
+            bound.encode(TEXTS[1])
 
     def test_one_that_cannot_be_encoded_is_found_in_its_turn(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        encoder = Encoder(tokenizer)
-        with encoder.at_once(["a", "\ud800", "b"]):
-            assert encoder.encode("a") == tokenizer.encode("a")
+        bound = BoundTokenizer(tokenizer)
+        with bound.at_once(["a", "\ud800", "b"]):
+            assert bound.encode("a") == tokenizer.encode("a")
             with pytest.raises(TypeError):
-                encoder.encode("\ud800")
+                bound.encode("\ud800")
 
     def test_calls_tokenize_their_texts_at_once(
         self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
@@ -245,11 +245,11 @@ class TestTextsAtOnce:
         asked: list[int] = []
 
         @contextmanager
-        def at_once(encoder: Encoder, texts: list[str]) -> Iterator[None]:
+        def at_once(bound: BoundTokenizer, texts: list[str]) -> Iterator[None]:
             asked.append(len(texts))
             yield
 
-        monkeypatch.setattr(Encoder, "at_once", at_once)
+        monkeypatch.setattr(BoundTokenizer, "at_once", at_once)
         llm.generate([*texts, [5, 6]], greedy(1), use_tqdm=False)
         assert asked == [40]
         asked.clear()

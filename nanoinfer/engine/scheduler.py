@@ -109,11 +109,11 @@ class Scheduler:
             if budget < 0:
                 break
             chunks.append(Chunk(seq, 0, len(seq), is_last=True))
-            seq.num_scheduled = len(seq)
-            seq.status = SequenceStatus.ENDING
-        seqs = [chunk.seq for chunk in chunks]
-        self.waiting.remove_all(seqs)
-        self.running.extend(seqs)
+        for chunk in chunks:
+            seq = chunk.seq
+            self.waiting.remove(seq)
+            self.running.append(seq)
+            seq.num_scheduled, seq.status = len(seq), SequenceStatus.ENDING
         return PrefillStep(chunks, []) if chunks else None
 
     def _prefill_is_due(self) -> bool:

@@ -56,8 +56,8 @@ class UngatedMLP(nn.Module):
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
         assert not isinstance(model.activation, ClampedSwiGLU)
-        self.activation = Ungated(model.activation)
-        self.xielu = None if names.xielu is None else XIELU(prefix + names.xielu)  # in place of the activation
+        self.activation = Ungated(model.activation) if names.xielu is None else None
+        self.xielu = None if names.xielu is None else XIELU(prefix + names.xielu)
         how = tp, model.mlp_bias, model.formats, unit
         self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
 
@@ -65,12 +65,8 @@ class UngatedMLP(nn.Module):
         self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        if self.xielu is None:
-            up, residual = self.up_proj(x, residual, joint, self.activation, adapters)
-        else:
-            up, residual = self.up_proj(x, residual, joint, adapters=adapters)
-            up = self.xielu(up)
-        return self.down_proj(up, adapters=adapters), residual
+        up, residual = self.up_proj(x, residual, joint, self.activation, adapters)
+        return self.down_proj(up if self.xielu is None else self.xielu(up), adapters=adapters), residual
 
 
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +20,11 @@ from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import (
+    A_MAPPING,
+    A_PROMPT,
+    MOST_SHOWN,
+    TEXT,
+    TOKEN_IDS,
     Asked,
     CallPrompts,
     ComingRequest,
@@ -28,7 +33,12 @@ from nanoinfer.requests.prompts import (
     Prepared,
     SomeTokens,
     Tokens,
+    cancelled_by_errors,
+    describe_length,
     ids_of,
+    list_of,
+    prompts_of,
+    token_ids_of,
 )
 from nanoinfer.requests.settings import (
     NO_ADAPTERS,
@@ -38,7 +48,7 @@ from nanoinfer.requests.settings import (
     SettingsReader,
     check_generates,
 )
-from nanoinfer.requests.text.encoder import Encoder
+from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 from nanoinfer.runner.memory.room import room_for
@@ -49,13 +59,8 @@ from nanoinfer.vision.spans import VisionPrompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
-A_PROMPT = "a string or a list of token ids"
-A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
-SMALLER = "; image_options can make images and videos smaller"
 AT_ONCE = 1024  # texts that are tokenized together
-MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Prompt = Tokens | Mapping[str, object]
 SomePrompts = Prompt | ListLike[Prompt]
@@ -86,7 +91,7 @@ class Inputs:
         adapters: CallAdapters = NO_ADAPTERS,
     ) -> CallPrompts:
         """Return the prompts of generate or stream."""
-        items = _listed(prompts)
+        items = prompts_of(prompts)
         settings = self._settings.check_all(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
@@ -102,7 +107,7 @@ class Inputs:
         name: begins the messages of errors; change: puts something before a text
         settings_of: makes the settings of so many prompts
         """
-        items = _listed(prompts)
+        items = prompts_of(prompts)
         settings = settings_of(len(items))
         return self._begin([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
@@ -142,14 +147,14 @@ class Inputs:
 
     def finish_all(self, coming: list[ComingRequest]) -> list[Prepared]:
         """Return prompts ready to run, in their order; the first error is raised. Texts are tokenized together."""
-        texts: dict[Encoder, list[str]] = {}
+        texts: dict[BoundTokenizer, list[str]] = {}
         for asked, _, seen, _ in coming:
-            encoder = self.texts.encoder(not asked.is_chat) if asked.tokenize is None else asked.encoder
-            if seen is None and encoder is not None and isinstance(asked.prompt, str):
-                texts.setdefault(encoder, []).append(asked.prompt)
+            bound = self.texts.bound(not asked.is_chat) if asked.tokenize is None else asked.bound
+            if seen is None and bound is not None and isinstance(asked.prompt, str):
+                texts.setdefault(bound, []).append(asked.prompt)
         with ExitStack() as stack:
-            for encoder, some in texts.items():
-                stack.enter_context(encoder.at_once(some))
+            for bound, some in texts.items():
+                stack.enter_context(bound.at_once(some))
             return [self.finish(each) for each in coming]
 
     def check_continuations(
@@ -165,7 +170,7 @@ class Inputs:
         if not entries or as_int(entries[0]) is not None:
             one = prompt if entries is None else entries
             return CallPrompts(self._followed("", one, continuations, params), self.finish), None
-        lists = _list("continuations", continuations, "a list that has continuations for each prompt")
+        lists = list_of("continuations", continuations, "a list that has continuations for each prompt")
         if len(lists) != len(entries):
             raise ValueError(
                 f"continuations has {len(lists)} entries for {len(entries)} prompts: give each its own list"
@@ -178,12 +183,12 @@ class Inputs:
         """Return a prompt with each of its continuations; index: where both stand in the lists of a call, if in such"""
         asked = self._unwrap(f"prompt{index}", prompt)
         if not isinstance(asked.prompt, str):
-            asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
+            asked = asked._replace(prompt=token_ids_of(asked.name, asked.prompt))
         if self._images is not None and any(asked.media):
             asked = asked._replace(media=self._images.open(asked.name, asked.media))
         items = [continuations] if isinstance(continuations, str) else continuations
         name = f"continuations{index}"
-        entries = _list(name, items, f"{A_PROMPT}, or a list of these")
+        entries = list_of(name, items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
             entries = [entries]
         return [self._follow(asked, f"{name}[{i}]", entry, params) for i, entry in enumerate(entries)]
@@ -226,7 +231,7 @@ class Inputs:
         self._check_template(template)
         if given and self._chats is not None:
             self._chats.check_arguments(given, template)
-        chats = _list("messages", messages, "a list of messages, or of such lists")
+        chats = list_of("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
         settings = self._settings.check_all(len(chats), sampling_params, adapters)
@@ -241,7 +246,7 @@ class Inputs:
 
     def _read_chat(self, name: str, chat: Any, template: Mapping[str, Any]) -> Asked:
         assert self._chats is not None
-        messages, media = _list(name, chat, "a list of messages"), NO_MEDIA
+        messages, media = list_of(name, chat, "a list of messages"), NO_MEDIA
         if self._images is not None:
             messages, media = take_media(name, messages)
             self._images.check_videos(name, media)
@@ -253,7 +258,7 @@ class Inputs:
         self.texts.known_tokenizer("tokenize")
         if isinstance(texts, str):
             return self.texts.tokenize("texts", texts)
-        entries = _list("texts", texts, "a string or a list of strings")
+        entries = list_of("texts", texts, "a string or a list of strings")
         for index, entry in enumerate(entries):
             if not isinstance(entry, str):
                 raise ValueError(f"texts[{index}] is {short(entry, MOST_SHOWN)}: must be a string")
@@ -262,13 +267,13 @@ class Inputs:
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
         """Return the text of a list of tokens, or of each list in a list."""
         decode = whole_decoder(self.texts.known_tokenizer("detokenize"), skip_special_tokens=True)
-        entries = _list("ids", ids, "a list of token ids, or a list of such lists")
+        entries = list_of("ids", ids, "a list of token ids, or a list of such lists")
         if not entries or as_int(entries[0]) is not None:
             return decode(self._check_ids("ids", entries))
         return [decode(self._check_ids(f"ids[{index}]", entry)) for index, entry in enumerate(entries)]
 
     def _check_ids(self, name: str, ids: object) -> list[int]:
-        token_ids = _token_ids(name, ids, "a list of token ids")
+        token_ids = token_ids_of(name, ids, "a list of token ids")
         self._pack(name, token_ids)
         return token_ids
 
@@ -302,7 +307,7 @@ class Inputs:
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> CallPrompts:
         """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
         coming = self._begin(asked, settings)
-        with _cancelled_by_errors(coming):
+        with cancelled_by_errors(coming):
             alone = [each for each in coming if each.seen is None]
             parts = (alone[first : first + AT_ONCE] for first in range(0, len(alone), AT_ONCE))
             ready = chain.from_iterable(map(self.finish_all, parts))
@@ -311,7 +316,7 @@ class Inputs:
     def _begin(self, asked: list[Asked], settings: list[Settings]) -> list[ComingRequest]:
         """Let the images of a call's prompts be prepared."""
         coming: list[ComingRequest] = []
-        with _cancelled_by_errors(coming):
+        with cancelled_by_errors(coming):
             for each, own in zip(asked, settings, strict=True):
                 coming.append(self._coming(each, own))
         return coming
@@ -325,7 +330,7 @@ class Inputs:
         """Let a prompt's images and videos be prepared; None: it has none."""
         if self._images is None or not any(asked.media):
             return None
-        prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
+        prompt = asked.prompt if isinstance(asked.prompt, str) else token_ids_of(asked.name, asked.prompt)
         if isinstance(prompt, str):
             check_characters(asked.name, prompt)
         return self._images.begin(
@@ -348,7 +353,7 @@ class Inputs:
     def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
             return self.texts.tokenize(name, prompt, add_special_tokens)
-        return _token_ids(name, prompt)
+        return token_ids_of(name, prompt)
 
     def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> PackedTokens:
         token_ids = ids_of(prompt)
@@ -357,11 +362,11 @@ class Inputs:
         packed = self._pack(name, token_ids)
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
-            has, hint = _describe_length(prompt)
+            has, hint = describe_length(prompt)
             room = room_for(self.config, length)
             raise ValueError(f"{name} has {has}: must be at most max_model_len={most}; {room}{hint}")
         if params.max_tokens != 0 and length >= most:
-            has, hint = _describe_length(prompt)
+            has, hint = describe_length(prompt)
             raise ValueError(
                 f"{name} has {has}: must be fewer than max_model_len={most}, to leave room for a token;"
                 f" {room_for(self.config, length + 1)}{hint}"
@@ -391,58 +396,3 @@ def _salted(params: SamplingParams, salt: str | None) -> SamplingParams:
         params = copy(params)  # which other prompts have, too
         vars(params)[SALT] = salt
     return params
-
-
-@contextmanager
-def _cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
-    """Let no thread prepare the images of these behind an error."""
-    try:
-        yield
-    except BaseException:
-        for begun in coming:
-            begun.cancel()
-        raise
-
-
-def _list(name: str, value: Any, what: str) -> list[Any]:
-    entries = as_list(value)
-    if entries is None:
-        raise ValueError(f"{name}={short(value, MOST_SHOWN)}: must be {what}")
-    return entries
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """Return the prompts of a call; a lone one that is no list of tokens counts as a list."""
-    is_one = isinstance(prompts, str) or _holds_prompt(prompts)
-    items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
-    if items and as_int(items[0]) is not None:
-        shown = short(items, MOST_SHOWN)
-        raise ValueError(f"prompts={shown}: must be a list of prompts; pass one prompt's ids as [[...]]")
-    return items
-
-
-def _holds_prompt(value: object) -> bool:
-    return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
-
-
-def _describe_length(prompt: SomeTokens) -> tuple[str, str]:
-    """Return how many tokens a prompt has, and a hint how it could have fewer."""
-    if not isinstance(prompt, VisionPrompt):
-        return f"{len(prompt)} tokens", ""
-    medium, count = prompt.largest
-    return f"{len(prompt.token_ids)} tokens, of which {medium} has {count}", SMALLER
-
-
-def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
-    entries = as_list(prompt)
-    if entries is None:
-        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be {what}")
-    if set(map(type, entries)) <= {int}:  # most prompts are, and a long one should not cost more
-        return entries
-    token_ids = []
-    for entry in entries:
-        if (token_id := as_int(entry)) is None:
-            shown, wrong = short(prompt, MOST_SHOWN), short(entry, MOST_SHOWN)
-            raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
-        token_ids.append(token_id)
-    return token_ids

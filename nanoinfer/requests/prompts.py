@@ -1,20 +1,29 @@
-"""A prompt's stages: as it was asked for, with images that threads prepare, and ready to run."""
+"""A prompt's stages: what a caller passed, as it was asked for, with images that threads prepare, and ready to run."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.pooling.read import PackedTexts
+from nanoinfer.requests.chat.beside import MESSAGES
 from nanoinfer.requests.settings import Settings
-from nanoinfer.requests.text.encoder import Encoder
+from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, Media
 from nanoinfer.vision.spans import VisionPrompt
+
+TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
+A_PROMPT = "a string or a list of token ids"
+A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
+SMALLER = "; image_options can make images and videos smaller"
+MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
 SomeTokens = list[int] | VisionPrompt
@@ -31,7 +40,7 @@ class Asked(NamedTuple):
     is_chat: a template wrote it, with the special tokens
     cache_salt: it shares blocks of the KV cache with prompts of the same salt alone; None: with those without one
     tokenize: makes its tokens, of its name in messages of errors; None: the tokenizer does, of its text
-    encoder: what `tokenize` encodes its prompt by, as it stands; None: it writes another text, or is None
+    bound: what `tokenize` encodes its prompt by, as it stands; None: it writes another text, or is None
     """
 
     name: str
@@ -41,7 +50,7 @@ class Asked(NamedTuple):
     is_chat: bool = False
     cache_salt: str | None = None
     tokenize: Callable[[str], list[int]] | None = None
-    encoder: Encoder | None = None
+    bound: BoundTokenizer | None = None
 
 
 OutputOf = Callable[[Any], Any]  # what makes the output of a Request that is read
@@ -156,3 +165,60 @@ def beginning_of(prompt: PackedTokens, count: int) -> int:
     tokens = prompt if isinstance(prompt, array) else prompt.token_ids
     spans = prompt.spans if isinstance(prompt, VisionPrompt) else ()
     return hash((*tokens[:count], *(span.key for span in spans if span.start < count)))
+
+
+def list_of(name: str, value: Any, what: str) -> list[Any]:
+    """Return the entries of an argument. Raises ValueError if it is no list; what: it must be, in the message"""
+    entries = as_list(value)
+    if entries is None:
+        raise ValueError(f"{name}={short(value, MOST_SHOWN)}: must be {what}")
+    return entries
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """Return the prompts of a call; a lone one that is no list of tokens counts as a list."""
+    is_one = isinstance(prompts, str) or _holds_prompt(prompts)
+    items = [prompts] if is_one else list_of("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
+    if items and as_int(items[0]) is not None:
+        shown = short(items, MOST_SHOWN)
+        raise ValueError(f"prompts={shown}: must be a list of prompts; pass one prompt's ids as [[...]]")
+    return items
+
+
+def _holds_prompt(value: object) -> bool:
+    return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
+
+
+def token_ids_of(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
+    """Return token ids as Python's integers. Raises ValueError for all else; what: as for list_of"""
+    entries = as_list(prompt)
+    if entries is None:
+        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be {what}")
+    if set(map(type, entries)) <= {int}:  # most prompts are, and a long one should not cost more
+        return entries
+    token_ids = []
+    for entry in entries:
+        if (token_id := as_int(entry)) is None:
+            shown, wrong = short(prompt, MOST_SHOWN), short(entry, MOST_SHOWN)
+            raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
+        token_ids.append(token_id)
+    return token_ids
+
+
+def describe_length(prompt: SomeTokens) -> tuple[str, str]:
+    """Return how many tokens a prompt has, and a hint how it could have fewer."""
+    if not isinstance(prompt, VisionPrompt):
+        return f"{len(prompt)} tokens", ""
+    medium, count = prompt.largest
+    return f"{len(prompt.token_ids)} tokens, of which {medium} has {count}", SMALLER
+
+
+@contextmanager
+def cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
+    """Let no thread prepare the images of these behind an error."""
+    try:
+        yield
+    except BaseException:
+        for begun in coming:
+            begun.cancel()
+        raise

@@ -85,8 +85,9 @@ class Requests:
         return requests
 
     def _make(self, prompt: Prepared, streams: bool) -> Request:
-        id, self.num_added = self.num_added, self.num_added + (len(prompt.texts) or 1)
+        id = self.num_added
         request = Request(id, prompt, seed_of(prompt.params, self._seed, id), streams, self._decode)
+        self.num_added += request.num_texts
         self._running[id] = request
         return request
 

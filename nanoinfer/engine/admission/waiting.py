@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from nanoinfer.engine.sequence import Sequence
@@ -31,11 +31,6 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         """Let a sequence leave, wherever it waits."""
         del self._passes[seq]
-
-    def remove_all(self, seqs: Iterable[Sequence]) -> None:
-        """Let several leave."""
-        for seq in seqs:
-            del self._passes[seq]
 
     def clear(self) -> None:
         """Let all leave."""

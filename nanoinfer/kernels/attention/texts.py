@@ -100,7 +100,7 @@ def attend_to_texts_triton(
     """attend_to_texts as one launch."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
-    block_m, block_n, warps, stages = _tile(head_dim, q.itemsize, biases is not None)
+    block_m, block_n, stages = _tile(head_dim, q.itemsize, biases is not None)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k.stride() == v.stride()
     _text_kernel[(cdiv(max(lens), block_m), len(lens), heads)](
@@ -121,21 +121,21 @@ def attend_to_texts_triton(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
-        num_warps=warps,
+        num_warps=4,
         num_stages=stages,
         **launch_options(q),
     )
     return out
 
 
-def _tile(head_dim: int, itemsize: int, has_biases: bool) -> tuple[int, int, int, int]:
-    """Return the queries of a program, the keys at a time, its warps, and how many steps of keys are on their way."""
+def _tile(head_dim: int, itemsize: int, has_biases: bool) -> tuple[int, int, int]:
+    """Return the queries of a program, the keys at a time, and how many of these are on their way at once."""
     head_bytes = head_dim * itemsize
     if itemsize == 2 and head_bytes <= 256:  # biases take registers, too
-        return (64, 64, 4, 2) if has_biases else (128, 32, 4, 3)
+        return (64, 64, 2) if has_biases else (128, 32, 3)
     if head_bytes <= 256:  # float32 is multiplied in registers
-        return 32, 32, 4, 2
-    return (32, 32, 4, 2) if head_bytes <= 512 else (16, 32, 4, 1)
+        return 32, 32, 2
+    return (32, 32, 2) if head_bytes <= 512 else (16, 32, 1)
 
 
 @triton.jit(do_not_specialize=["most"])

@@ -72,9 +72,10 @@ def linear(
         x, before = gate_mul(x, before), None
     if is_one_row(x) and (row := own.for_row(x, alone=True)) is not None:
         return one_row_linear(x, row, bias, activation)
+    given = x if before is None else own.gated(x, before)
     if isinstance(activation, Ungated):
-        return activate(linear(x, weight, bias, None, may_split, before), activation.function)
-    return own.product(x if before is None else own.gated(x, before), bias, activation, may_split)
+        return activate(own.product(given, bias), activation.function)
+    return own.product(given, bias, activation, may_split)
 
 
 def norm_linear(

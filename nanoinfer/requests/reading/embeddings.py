@@ -85,8 +85,8 @@ class Embeddings:
             asked = asked._replace(prompt=before + given, text=before + asked.text)
             if own is None:
                 return asked
-            encoder = None if own.writes_chats else own.encoder
-            return asked._replace(tokenize=partial(own.read_text, text=given, before=before), encoder=encoder)
+            bound = None if own.writes_chats else own.bound
+            return asked._replace(tokenize=partial(own.read_text, text=given, before=before), bound=bound)
         if name is not None:
             raise ValueError(f"prompt_name={short(name)}: {asked.name} must be text: it stands before that")
         return asked

@@ -12,7 +12,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.pooling.text_settings import FLAT, TextSettings
-from nanoinfer.requests.text.encoder import Encoder
+from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.text.texts import TextTokenizer
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ class ModelTexts:
         return most if self._settings.cut is not None and most <= self._config.max_model_len else None
 
     @cached_property
-    def encoder(self) -> Encoder:
+    def bound(self) -> BoundTokenizer:
         """What makes tokens of texts and pairs, and in chats of what the template writes."""
         cut: dict[str, Any] = {}
         if self._most_tokens is not None:
             cut = {"truncation": self._settings.cut, "max_length": self._most_tokens}
-        return Encoder(self._tokenizer, add_special_tokens=not self.writes_chats, **cut)
+        return BoundTokenizer(self._tokenizer, add_special_tokens=not self.writes_chats, **cut)
 
     def _encode(self, name: str, *texts: str) -> list[int]:
         try:
-            token_ids = self.encoder.encode(*texts)
+            token_ids = self.bound.encode(*texts)
         except Exception as error:  # a text has half a surrogate pair, or a pair is too long where one text is cut
             shown = short(texts[-1], MOST_SHOWN)
             raise ValueError(f"{name} is {shown}: the tokenizer does not take it: {error}") from None

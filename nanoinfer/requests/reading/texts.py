@@ -90,16 +90,16 @@ class ListedTexts(SomeTexts):
         self.count = len(coming)
         self._coming, self._finish_all, self._trim = deque(coming), finish_all, trim
         self._ready: deque[Prepared] = deque()
-        self._num_taken = self._num_checked = 0
+        self._num_taken = 0
 
     def next_text(self) -> Prepared | None:
         """Return the next text, ready to run; None: there is none left. Raises ValueError for one that cannot work."""
+        num_checked = self._num_taken + len(self._ready)
         self._num_taken += 1
-        if 2 * self._num_taken > self._num_checked:
-            count = min(max(self._num_checked, 2), CHECKED_AT_ONCE)
-            coming = [self._coming.popleft() for _ in range(min(count, len(self._coming)))]
+        if self._coming and num_checked < 2 * self._num_taken:
+            count = min(max(num_checked, 2), CHECKED_AT_ONCE, len(self._coming))
+            coming = [self._coming.popleft() for _ in range(count)]
             self._ready.extend(map(self._trim, self._finish_all(coming)))
-            self._num_checked += count
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.requests.text.encoder import Encoder
+from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,20 +40,20 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         self.folder = config.tokenizer or config.model
         self._model = config.model
-        self._encoders: dict[bool, Encoder] = {}  # by whether they add special tokens
+        self._bound: dict[bool, BoundTokenizer] = {}  # by whether they add special tokens
         if tokenizer is not None:
-            self._encoders = {special: Encoder(tokenizer, add_special_tokens=special) for special in (True, False)}
+            self._bound = {special: BoundTokenizer(tokenizer, add_special_tokens=special) for special in (True, False)}
 
     def tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text; name: begins the messages of errors."""
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self._model!r} has no tokenizer: pass a list of token ids")
         check_characters(name, text)
-        return self._encoders[add_special_tokens].encode(text)
+        return self._bound[add_special_tokens].encode(text)
 
-    def encoder(self, add_special_tokens: bool) -> Encoder | None:
+    def bound(self, add_special_tokens: bool) -> BoundTokenizer | None:
         """Return what makes the tokens of texts; None: there is no tokenizer."""
-        return self._encoders.get(add_special_tokens)
+        return self._bound.get(add_special_tokens)
 
     def known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer, which `name` needs."""

@@ -75,8 +75,10 @@ def pool(
             found = torch.stack([hidden[begin:end].amax(dim=0) for begin, end in spans]).float()
         elif of in ("mean", "weighted"):
             begins, lens = array("i", [begin for begin, _ in spans]), array("i", [end - begin for begin, end in spans])
-            starts = [array("i", [chunks[number].start for number in numbers for _ in chunks[number].lens])]
-            on_device = upload_all([begins, lens, *(starts if of == "weighted" else [])], hidden.device)
+            arrays = [begins, lens]
+            if of == "weighted":
+                arrays.append(array("i", [chunks[number].start for number in numbers for _ in chunks[number].lens]))
+            on_device = upload_all(arrays, hidden.device)
             found = sum_texts(hidden, *on_device)
             if read.what == "labels":
                 found = score(found / on_device[1].unsqueeze(1))

@@ -1,9 +1,9 @@
-"""Encoder: a tokenizer that makes tokens of one text, or of many at once by all cores."""
+"""BoundTokenizer: a tokenizer with the arguments of its calls; it makes tokens of one text, or of many at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
-class Encoder:
+class BoundTokenizer:
     """Makes tokens of texts in one way. Raises what the tokenizer does, for a text that it does not take.
 
     how: arguments of the tokenizer, such as add_special_tokens
@@ -35,12 +35,9 @@ class Encoder:
         Where one of them cannot be encoded, the block encodes each by itself, and finds it.
         """
         if self._tokenizer.is_fast and len(texts) > 1:
-            try:
-                self._known = dict(
-                    zip(texts, self._tokenizer(texts, **self._how, **IDS_ALONE)["input_ids"], strict=True)
-                )
-            except Exception:
-                self._known = {}
+            with suppress(Exception):
+                made = self._tokenizer(texts, **self._how, **IDS_ALONE)["input_ids"]
+                self._known = dict(zip(texts, made, strict=True))
         try:
             yield
         finally:
