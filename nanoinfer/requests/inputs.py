@@ -12,8 +12,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
@@ -21,8 +19,6 @@ from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medi
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
 from nanoinfer.requests.prompts import (
     A_MAPPING,
-    A_PROMPT,
-    MOST_SHOWN,
     TEXT,
     TOKEN_IDS,
     Asked,
@@ -38,7 +34,6 @@ from nanoinfer.requests.prompts import (
     ids_of,
     list_of,
     prompts_of,
-    token_ids_of,
 )
 from nanoinfer.requests.settings import (
     NO_ADAPTERS,
@@ -51,6 +46,7 @@ from nanoinfer.requests.settings import (
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
+from nanoinfer.requests.token_ids import A_PROMPT, MOST_SHOWN, pack_ids, pack_lists, token_ids_of
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, take_media
@@ -138,24 +134,31 @@ class Inputs:
         settings = self._settings.check_one(sampling_params)
         return self._coming(self._read("prompt", prompt), settings)
 
-    def finish(self, coming: ComingRequest) -> Prepared:
-        """Return a prompt ready to run, when its images are prepared."""
+    def finish(self, coming: ComingRequest, packed: array[int] | None = None) -> Prepared:
+        """Return a prompt ready to run, when its images are prepared. packed: its token ids, if they are known ones"""
         asked, settings = coming.asked, coming.settings
-        prompt = self._tokens_of(asked, coming.seen)
-        packed = self._check_tokens(asked.name, prompt, settings.params)
-        return Prepared(packed, ids_of(prompt), asked.text, *settings, output_of=coming.output_of)
+        prompt = self._tokens_of(asked, coming.seen) if packed is None else [*asked.prompt]
+        checked = self._check_tokens(asked.name, prompt, settings.params, packed)
+        return Prepared(checked, ids_of(prompt), asked.text, *settings, output_of=coming.output_of)
 
     def finish_all(self, coming: list[ComingRequest]) -> list[Prepared]:
-        """Return prompts ready to run, in their order; the first error is raised. Texts are tokenized together."""
+        """Return prompts ready to run, in their order; the first error is raised.
+
+        Texts are tokenized together, and lists of token ids checked together.
+        """
         texts: dict[BoundTokenizer, list[str]] = {}
         for asked, _, seen, _ in coming:
-            bound = self.texts.bound(not asked.is_chat) if asked.tokenize is None else asked.bound
-            if seen is None and bound is not None and isinstance(asked.prompt, str):
-                texts.setdefault(bound, []).append(asked.prompt)
+            if isinstance(asked.prompt, str) and seen is None:
+                bound = self.texts.bound(not asked.is_chat) if asked.tokenize is None else asked.bound
+                if bound is not None:
+                    texts.setdefault(bound, []).append(asked.prompt)
+        listed = [each.listed for each in coming]
+        known = iter(pack_lists([*filter(None, listed)], self.config.description.vocab_size) or [])
         with ExitStack() as stack:
             for bound, some in texts.items():
                 stack.enter_context(bound.at_once(some))
-            return [self.finish(each) for each in coming]
+            packed = [next(known, None) if ids else None for ids in listed]
+            return [*map(self.finish, coming, packed)]
 
     def check_continuations(
         self, prompt: SomePrompts, continuations: Any, adapter: str | None
@@ -274,7 +277,7 @@ class Inputs:
 
     def _check_ids(self, name: str, ids: object) -> list[int]:
         token_ids = token_ids_of(name, ids, "a list of token ids")
-        self._pack(name, token_ids)
+        pack_ids(name, token_ids, self.config.description.vocab_size)
         return token_ids
 
     def _read(self, name: str, prompt: object) -> Asked:
@@ -323,7 +326,8 @@ class Inputs:
 
     def _coming(self, asked: Asked, settings: Settings, output_of: OutputOf | None = None) -> ComingRequest:
         """Return a prompt with its settings, and let its images be prepared."""
-        settings = settings._replace(params=_salted(settings.params, asked.cache_salt))
+        if asked.cache_salt is not None:
+            settings = settings._replace(params=_salted(settings.params, asked.cache_salt))
         return ComingRequest(asked, settings, self._see(asked), output_of)
 
     def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
@@ -355,11 +359,14 @@ class Inputs:
             return self.texts.tokenize(name, prompt, add_special_tokens)
         return token_ids_of(name, prompt)
 
-    def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> PackedTokens:
+    def _check_tokens(
+        self, name: str, prompt: SomeTokens, params: SamplingParams, packed: array[int] | None = None
+    ) -> PackedTokens:
         token_ids = ids_of(prompt)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
-        packed = self._pack(name, token_ids)
+        if packed is None:
+            packed = pack_ids(name, token_ids, self.config.description.vocab_size)
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
             has, hint = describe_length(prompt)
@@ -375,19 +382,6 @@ class Inputs:
             start = short(params.prompt_logprobs_start)
             raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
         return prompt if isinstance(prompt, VisionPrompt) else packed
-
-    def _pack(self, name: str, token_ids: list[int]) -> array[int]:
-        """Return tokens as engines take them. Raises ValueError for one that the vocabulary does not have."""
-        vocab_size = self.config.description.vocab_size
-        try:
-            packed = array("i", token_ids)
-            are_known = not packed or np.frombuffer(packed, np.uint32).max() < vocab_size  # one below 0 is the largest
-        except OverflowError:
-            are_known = False
-        if not are_known:
-            wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-            raise ValueError(f"{name} has token id {short(wrong)}: must be from 0 to {vocab_size - 1}")
-        return packed
 
 
 def _salted(params: SamplingParams, salt: str | None) -> SamplingParams:

@@ -15,15 +15,14 @@ from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.chat.beside import MESSAGES
 from nanoinfer.requests.settings import Settings
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
+from nanoinfer.requests.token_ids import MOST_SHOWN
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import NO_MEDIA, Media
 from nanoinfer.vision.spans import VisionPrompt
 
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
-A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 SMALLER = "; image_options can make images and videos smaller"
-MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
 SomeTokens = list[int] | VisionPrompt
@@ -67,6 +66,11 @@ class ComingRequest(NamedTuple):
     settings: Settings
     seen: Future[VisionPrompt] | None
     output_of: OutputOf | None = None
+
+    @property
+    def listed(self) -> list[int] | None:
+        """Its token ids, of which nobody knows yet whether they are some; None: it is no list, or has images."""
+        return self.asked.prompt if self.seen is None and type(self.asked.prompt) is list else None
 
     @property
     def is_ready(self) -> bool:
@@ -187,22 +191,6 @@ def prompts_of(prompts: Any) -> list[Any]:
 
 def _holds_prompt(value: object) -> bool:
     return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
-
-
-def token_ids_of(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
-    """Return token ids as Python's integers. Raises ValueError for all else; what: as for list_of"""
-    entries = as_list(prompt)
-    if entries is None:
-        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be {what}")
-    if set(map(type, entries)) <= {int}:  # most prompts are, and a long one should not cost more
-        return entries
-    token_ids = []
-    for entry in entries:
-        if (token_id := as_int(entry)) is None:
-            shown, wrong = short(prompt, MOST_SHOWN), short(entry, MOST_SHOWN)
-            raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
-        token_ids.append(token_id)
-    return token_ids
 
 
 def describe_length(prompt: SomeTokens) -> tuple[str, str]:
