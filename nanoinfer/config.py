@@ -54,7 +54,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, a Hugging Face Hub id, or "bundled", nanoinfer's small model
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks. None:
-        16,384; of an encoder, which reads each text whole, 65,536 on CUDA, and on the CPU 4,096 or the longest text
+        16,384; of an encoder, which reads each text whole, up to 262,144 on CUDA, and on the CPU 4,096 or the longest
+        text
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
         may take at most half of the memory that may be in use. Texts of an encoder have no rows, and no such limit
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
@@ -407,7 +408,8 @@ class Config:
         blocks = self.num_kvcache_blocks
         if cast("int | None", self.max_num_batched_tokens) is None:
             longest = min(limit, self.max_model_len or limit)
-            self.max_num_batched_tokens = usual_step(self.device, longest if self.description.is_encoder else None)
+            text = longest if self.description.is_encoder else None
+            self.max_num_batched_tokens = usual_step(self.device, text, self.description.widest)
         if self.description.is_encoder and self.max_num_batched_tokens < limit:
             limit, why = self.max_num_batched_tokens, "max_num_batched_tokens, as an encoder reads a text in one step"
         self.fits_length = cast("int | None", self.max_model_len) is None

@@ -21,7 +21,24 @@ def test_lists_of_known_ids_are_packed_as_each_is_alone() -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    [True, None, 1.0, "i\0\0\0\0", b"iiiii", [3, 4], [], {}, np.int64(3), 2**31, -1, VOCAB_SIZE, 2**70, object(), "i", 1j],
+    [
+        True,
+        None,
+        1.0,
+        "i\0\0\0\0",
+        b"iiiii",
+        [3, 4],
+        [],
+        {},
+        np.int64(3),
+        2**31,
+        -1,
+        VOCAB_SIZE,
+        2**70,
+        object(),
+        "i",
+        1j,
+    ],
     ids=lambda entry: repr(entry)[:8],
 )
 @pytest.mark.parametrize("count", [1, 5])

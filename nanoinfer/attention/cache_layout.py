@@ -13,7 +13,8 @@ from nanoinfer.kernels.delta.chunks import CHUNK
 
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 USUAL_BLOCK_SIZE, LEAST_BLOCK_SIZE = 256, 16  # tokens
-USUAL_STEP, ENCODER_STEP, ENCODER_STEP_ON_CPU = 16_384, 65_536, 4_096  # tokens
+USUAL_STEP, MOST_OF_A_STEP, ENCODER_STEP_ON_CPU = 16_384, 262_144, 4_096  # tokens
+ENCODER_NUMBERS = 1 << 29  # of the widest activations that an encoder's step has on a GPU
 
 
 @dataclass(frozen=True)
@@ -218,15 +219,18 @@ class CacheLayout:
         return group.block_size * group.pages.numbers
 
 
-def usual_step(device: str, longest: int | None) -> int:
-    """Return how many tokens of prompts a step computes, if nobody limits that; longest: text of an encoder
+def usual_step(device: str, longest: int | None, widest: int) -> int:
+    """Return how many tokens of prompts a step computes, if nobody limits that.
 
-    On an H200, launching a step of 16,384 tokens of all-MiniLM takes the host longer than the step takes the GPU. On a
-    CPU, the activations of a small step stay in its caches.
+    longest: text of an encoder; widest: the most numbers that a layer has of a token
+    Launching a step of all-MiniLM takes an H200's host as long as the GPU takes for 50,000 tokens, and taking texts and
+    results as long as for 100,000. On a CPU, the activations of a small step stay in its caches.
     """
     if longest is None:
         return USUAL_STEP
-    return ENCODER_STEP if device == "cuda" else max(ENCODER_STEP_ON_CPU, longest)
+    if device != "cuda":
+        return max(ENCODER_STEP_ON_CPU, longest)
+    return min(MOST_OF_A_STEP, 1 << (ENCODER_NUMBERS // widest).bit_length() - 1)
 
 
 def usual_block_size(device: str, has_states: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
@@ -253,20 +253,20 @@ class ReadsTexts(LoadsAdapters):
         lora_request: GivenLora,
     ) -> list[SomeOutput] | Iterator[SomeOutput]:
         """Return the outputs of texts, or of an iterator's texts the outputs as they come."""
-        with self._door("open"):
-            use_tqdm = check_use_tqdm(use_tqdm)
-            if lora_request is not None:
-                check_none("adapter", adapter, "lora_request names adapters")
-            elif (adapter := check_adapter("adapter", adapter)) is not None:
-                self.engine.adapters.check_is_loaded(adapter)
-            brought = self._adapters_of(lora_request, alone=not isinstance(prompts, Iterator))
-            adapters = brought if adapter is None else NamedAdapters(adapter)
-            texts = texts_of(prompts, reading, self._inputs, adapters)
-            self._load_adapters(adapters, texts)
-        if isinstance(prompts, Iterator):
-            return Stream(self._stream_reads(texts, reading, use_tqdm))
-        with no_full_collection():
-            return list(self._stream_reads(texts, reading, use_tqdm))
+        is_listed = not isinstance(prompts, Iterator)
+        with no_full_collection() if is_listed else nullcontext():
+            with self._door("open"):
+                use_tqdm = check_use_tqdm(use_tqdm)
+                if lora_request is not None:
+                    check_none("adapter", adapter, "lora_request names adapters")
+                elif (adapter := check_adapter("adapter", adapter)) is not None:
+                    self.engine.adapters.check_is_loaded(adapter)
+                brought = self._adapters_of(lora_request, alone=is_listed)
+                adapters = brought if adapter is None else NamedAdapters(adapter)
+                texts = texts_of(prompts, reading, self._inputs, adapters)
+                self._load_adapters(adapters, texts)
+            outputs = self._stream_reads(texts, reading, use_tqdm)
+            return list(outputs) if is_listed else Stream(outputs)
 
     def _stream_reads(
         self, texts: SomeTexts, reading: Reading[SomeOutput], use_tqdm: UseTqdm
