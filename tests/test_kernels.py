@@ -302,6 +302,18 @@ def test_gates_of_every_size(activation: Activation) -> None:
     torch.testing.assert_close(gate_mul_triton(gate_up, activation), activated(gate_up.double(), activation).float())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 40, 256, 3000])
+@pytest.mark.parametrize("function", ["gelu_tanh", "relu", "gelu"])
+def test_functions_behind_products(function: Function, tokens: int) -> None:
+    """Some are applied by cuBLAS, others in a launch of their own; numbers that are none stay so."""
+    x, weight, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((tokens, 256), (512, 256), (512,)))
+    x[-1, 7] = float("nan")
+    out = linear(x, weight, bias, Ungated(function))
+    assert_close(out[:-1], activated(F.linear(x.double(), weight.double(), bias.double())[:-1], Ungated(function)))
+    assert out[-1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 50), (12288, 15)])
 def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype) -> None:

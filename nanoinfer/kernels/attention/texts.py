@@ -131,7 +131,9 @@ def attend_to_texts_triton(
 def _tile(head_dim: int, itemsize: int, has_biases: bool) -> tuple[int, int, int]:
     """Return the queries of a program, the keys at a time, and how many of these are on their way at once."""
     head_bytes = head_dim * itemsize
-    if itemsize == 2 and head_bytes <= 256:  # biases take registers, too
+    if itemsize == 2 and head_bytes <= 128:
+        return 64, 64, 2 if has_biases else 3  # biases take registers, too
+    if itemsize == 2 and head_bytes <= 256:
         return (64, 64, 2) if has_biases else (128, 32, 3)
     if head_bytes <= 256:  # float32 is multiplied in registers
         return 32, 32, 2

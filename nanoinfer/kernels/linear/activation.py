@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
-from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
+from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
-BLOCK = 1024
+BLOCK, UNGATED_BLOCK = 1024, 2048  # numbers that a program writes; smaller ones than these take longer to start
 # Numbers of a token, in 16 bits, from which on the next product starts when this kernel has ended. Started earlier, it
 # divides its multiprocessors' memory otherwise (see launch.py), and took up to 12 µs longer on an H200.
 WIDE = 8192
@@ -139,7 +139,8 @@ def _launch(
     assert x.is_contiguous()
     tokens, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     written, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
-    _activation_kernel[(tokens, cdiv(size, BLOCK))](
+    block = BLOCK if is_gated else min(UNGATED_BLOCK, next_power_of_2(size))
+    _activation_kernel[(tokens, cdiv(size, block))](
         x,
         written,
         scales,
@@ -150,8 +151,8 @@ def _launch(
         GATED=is_gated,
         IN_FP8=scales is not None,
         MAKE_WAY=scales is not None or size < WIDE,
-        BLOCK=BLOCK,
-        num_warps=4 if is_gated else 2,
+        BLOCK=block,
+        num_warps=4,
         **launch_options(x),
     )
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.linear import gated
-from nanoinfer.kernels.linear.activation import Activation, AnyActivation, Ungated, activate, gate_mul
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation, Function, Ungated, gate_mul
 from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, find_tiling
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
@@ -19,6 +19,7 @@ from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 AnyWeight: TypeAlias = Tensor | Weight
+IN_CUBLAS = "gelu_tanh", "relu"  # what it applies to its products, before it rounds them
 MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost more than a launch (measured on H200s)
 
 
@@ -48,6 +49,13 @@ class PlainWeight(Weight):
         out = F.linear(x, weight, bias)
         return gate_mul(out, activation) if activation else out
 
+    def activated(self, x: Tensor, bias: Tensor | None, function: Function) -> Tensor:
+        """Compute function(x @ weight.T + bias), in one launch if cuBLAS knows the function."""
+        is_wide = x.is_cuda and x.itemsize == 2 and find_one_wave(x, self._weight) is None
+        if bias is not None and function in IN_CUBLAS and is_wide:
+            return torch._addmm_activation(bias, x, self._weight.t(), use_gelu=function == "gelu_tanh")
+        return super().activated(x, bias, function)
+
 
 def linear(
     x: Tensor,
@@ -74,7 +82,7 @@ def linear(
         return one_row_linear(x, row, bias, activation)
     given = x if before is None else own.gated(x, before)
     if isinstance(activation, Ungated):
-        return activate(own.product(given, bias), activation.function)
+        return own.activated(given, bias, activation.function)
     return own.product(given, bias, activation, may_split)
 
 
@@ -105,7 +113,7 @@ def norm_linear(
     assert lane is None
     normed, total = own.normed(x, residual, norm, post)
     if isinstance(activation, Ungated):
-        return activate(own.product(normed, bias), activation.function), total
+        return own.activated(normed, bias, activation.function), total
     return own.product(normed, bias, activation), total
 
 

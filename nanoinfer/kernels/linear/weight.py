@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.activation import Activation, Function, activate, gate_mul
 from nanoinfer.kernels.linear.one_row import OneRowWeight
 from nanoinfer.kernels.norm.norm import Norm, add_norm, add_residual, norm_add_norm, normalize
 
@@ -25,6 +25,10 @@ class Weight(ABC):
 
         x: a tensor, or what `gated` or `normed` returned
         """
+
+    def activated(self, x: Any, bias: Tensor | None, function: Function) -> Tensor:
+        """Compute function(x @ weight.T + bias); function: as for kernels.linear.activation.activate"""
+        return activate(self.product(x, bias), function)
 
     def for_row(self, x: Tensor, alone: bool) -> OneRowWeight | None:
         """Return what kernels.linear.one_row multiplies a single token's x by; None: `product` multiplies it, too.
