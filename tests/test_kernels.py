@@ -274,7 +274,7 @@ def activated(out: torch.Tensor, activation: AnyActivation | None) -> torch.Tens
     if activation is None:
         return out
     if isinstance(activation, Ungated):
-        return ACT2FN[activation.function](out)
+        return ACT2FN[activation.function.replace("gelu_tanh", "gelu_pytorch_tanh")](out)
     gate, up = out.chunk(2, dim=-1)
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)

@@ -17,7 +17,7 @@ from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import CallAdapters, Settings, one_each
 from nanoinfer.sampling_params import SamplingParams
 
-CHECKED_AT_ONCE = 256  # texts of a list at most, whose tokens all cores make
+CHECKED_AT_ONCE = 1024  # texts of a list at most, whose tokens all cores make
 IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
