@@ -16,8 +16,8 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.bans import Bans
 from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
-from nanoinfer.kernels.sampling.masks import apply_masks
-from nanoinfer.kernels.sampling.sequences import ban_sequences
+from nanoinfer.kernels.sampling.masks import apply_masks_reference, apply_masks_triton
+from nanoinfer.kernels.sampling.sequences import ban_sequences, ban_sequences_reference, ban_sequences_triton
 
 VOCABULARY = 2048  # the bundled model's
 PROMPTS = [[30, 31], [324, 16], list(range(40, 60)), [5]]
@@ -67,7 +67,8 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[S
 
 
 class TestKernels:
-    def test_a_mask_lets_the_allowed_tokens_pass(self) -> None:
+    @pytest.mark.parametrize("apply_masks", [apply_masks_reference, apply_masks_triton])
+    def test_a_mask_lets_the_allowed_tokens_pass(self, apply_masks: Callable) -> None:
         logits = torch.randn(3, 45)
         lists = [[3], [44, 0, 31, 32, 0], list(range(45))]
         words = torch.stack([torch.from_numpy(Bans.of(ids, [], 45).mask) for ids in lists])
@@ -76,7 +77,8 @@ class TestKernels:
             assert passed[row].isfinite().nonzero().flatten().tolist() == sorted(set(ids))
             assert torch.equal(passed[row, ids], logits[row, ids])
 
-    def test_the_last_token_of_a_sequence_may_not_follow_the_others(self) -> None:
+    @pytest.mark.parametrize("ban_sequences", [ban_sequences_reference, ban_sequences_triton])
+    def test_the_last_token_of_a_sequence_may_not_follow_the_others(self, ban_sequences: Callable) -> None:
         """Few tokens, so that sequences occur; each row has its own; the plain loop is the reference."""
         rand = random.Random(1)
         for _ in range(30):

@@ -83,9 +83,9 @@ from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff_reference, fin
 from nanoinfer.kernels.sampling.draw import (
     NO_TOKEN,
     NONE_LEFT,
-    MaskedLines,
-    draw_masked_reference,
-    draw_masked_triton,
+    DrawnLines,
+    draw_lines_reference,
+    draw_lines_triton,
     draw_reference,
     draw_triton,
     gumbel_noise,
@@ -1365,7 +1365,7 @@ def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"), of_each_kind(product([60, 9000], [torch.float32, torch.bfloat16]), 0, 3)
 )
-def test_draw_masked_replaces_the_tokens_of_its_places_alone(vocabulary: int, dtype: torch.dtype) -> None:
+def test_draw_lines_replaces_the_tokens_of_its_places_alone(vocabulary: int, dtype: torch.dtype) -> None:
     """Lines come in any order, and several take one row's settings. A mask may leave no token, or one that is NaN.
 
     A fault that is known already stays.
@@ -1377,8 +1377,8 @@ def test_draw_masked_replaces_the_tokens_of_its_places_alone(vocabulary: int, dt
     places = torch.tensor([5, 0, 4, 3, 1], device=DEVICE)
     settings = torch.tensor([0.0, 0.7, 1.3], device=DEVICE), torch.tensor([5, 2**40, 9], device=DEVICE)
     positions = torch.arange(6, dtype=torch.int32, device=DEVICE)
-    lines, drawn = MaskedLines(places, torch.tensor([0, 1, 1, 2, 0], device=DEVICE), masks), []
-    for function in (draw_masked_triton, draw_masked_reference):
+    lines, drawn = DrawnLines(places, torch.tensor([0, 1, 1, 2, 0], device=DEVICE), masks), []
+    for function in (draw_lines_triton, draw_lines_reference):
         token_ids = torch.full((6,), vocabulary, dtype=torch.int32, device=DEVICE)
         token_ids[1] = NO_TOKEN
         function(logits, *settings, positions, lines, token_ids)

@@ -25,7 +25,8 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling import cutoff
 from nanoinfer.kernels.sampling.cutoff import find_cutoff_cpu, find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import draw
-from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.kernels.sampling.penalties import penalize, penalize_reference, penalize_triton
+from nanoinfer.runner.logits.lines import EACH, Lines
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.message import LogitsMessage
 
@@ -178,6 +179,18 @@ class TestPenalties:
         monkeypatch.setattr("nanoinfer.kernels.sampling.penalties.TOKENS_AT_ONCE", 4)
         assert torch.equal(self.penalized(logits, 1.3, 0.5, 0.25), whole)
 
+    @pytest.mark.parametrize("longest", [7, 2500])
+    def test_a_kernel_counts_as_torch(self, longest: int) -> None:
+        """Logits in several slices of the vocabulary, whose rows do not lie side by side; one row has no tokens yet."""
+        rows, vocabulary = 4, 5000
+        logits = torch.randn(rows, vocabulary + 3, device=DEVICE)[:, :vocabulary]
+        tokens = torch.randint(vocabulary, (rows, longest), dtype=torch.int32, device=DEVICE)
+        tokens[:, : longest // 2] %= 3  # some come often
+        lengths = torch.tensor([longest, 0, longest - 2, 5], dtype=torch.int32, device=DEVICE)
+        columns = [torch.tensor(own, device=DEVICE) for own in ([1.3, 1, 0.7, 1], [0.5, 0, -0.5, 0], [0, 2, 0.25, 0.1])]
+        args = logits, tokens, lengths, lengths // 3, *columns
+        torch.testing.assert_close(penalize_triton(*args), penalize_reference(*args), rtol=1e-6, atol=1e-6)
+
     def test_presence_and_frequency_count_the_output_alone(self) -> None:
         change = self.penalized(torch.zeros(2, VOCABULARY), 1.0, 0.5, 0.25)
         expected = torch.zeros(2, VOCABULARY)
@@ -213,10 +226,9 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
     group = LogitsProcessorGroup({0: wants(params, tokens)}, True, 64, torch.device("cpu"))
-    known = positions[:1], torch.tensor([[*tokens, 0, 0]])
-    allowed = group.forbid(group.penalize(logits[None], *known), *known)
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
-    allowed = group.filter(allowed, temperatures[:1])
+    known = temperatures[:1], positions[:1], torch.tensor([[*tokens, 0, 0]])
+    _, allowed = group.change(logits[None], *known, Lines(torch.zeros(1, dtype=torch.int64), EACH))
     cutoff = group.find_cutoff(allowed, temperatures[:1])
     if cutoff is not None:
         cutoff = cutoff[0].expand(draws), cutoff[1].expand(draws)

@@ -55,7 +55,10 @@ from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
-from nanoinfer.kernels.sampling.draw import MaskedLines, draw_masked_triton, draw_triton
+from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines_triton, draw_triton
+from nanoinfer.kernels.sampling.masks import apply_masks_triton
+from nanoinfer.kernels.sampling.penalties import penalize_triton
+from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
@@ -336,8 +339,12 @@ def sample(rows: int, dtype: torch.dtype) -> None:
     cutoff = find_cutoff(logits, settings[0], numbers(rows), *settings[1:])
     seeds = empty(rows, dtype=torch.int64)
     draw_triton(logits, settings[0], seeds, numbers(rows), cutoff=cutoff)
-    lines = MaskedLines(seeds, seeds, empty(rows, VOCABULARY // 32, dtype=torch.int32))
-    draw_masked_triton(logits, settings[0], seeds, numbers(rows), lines, numbers(rows))
+    masks = empty(rows, VOCABULARY // 32, dtype=torch.int32)
+    draw_lines_triton(logits, settings[0], seeds, numbers(rows), DrawnLines(seeds, seeds, masks), numbers(rows))
+    changed, tokens = logits.float(), empty(rows, 500, dtype=torch.int32)
+    penalize_triton(changed, tokens, numbers(rows), numbers(rows), *settings)
+    apply_masks_triton(changed, masks)
+    ban_sequences_triton(changed, tokens, numbers(rows), numbers(rows), empty(rows, 3, 4, dtype=torch.int64))
 
 
 def choose_experts(dtype: torch.dtype, count: int, routing: Routing, corrected: bool = False) -> None:

@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
-from nanoinfer.kernels.sampling.masks import apply_masks
+from nanoinfer.kernels.sampling.masks import apply_masks_reference
 
 UInts = npt.NDArray[np.uint32]  # NumPy's unsigned integers wrap around; torch cannot multiply its own
 
@@ -49,36 +49,38 @@ def draw(
     return function(logits, temperatures, seeds, positions, first_id, cutoff, marks)
 
 
-class MaskedLines(NamedTuple):
-    """Lines of logits that are drawn by masks. Of those in one place, all are alike.
+class DrawnLines(NamedTuple):
+    """Lines of logits that are drawn. Of those in one place, all are alike.
 
     places: [lines] int64, where they stand among all places
     rows: [lines] int64, whose temperatures and seeds they take
-    masks: [lines, words] int32, as for apply_masks
+    masks: [lines, words] int32, as for apply_masks; None: all tokens may be drawn
     """
 
     places: Tensor
     rows: Tensor
-    masks: Tensor
+    masks: Tensor | None = None
 
 
-def draw_masked(
+def draw_lines(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    lines: MaskedLines,
+    lines: DrawnLines,
     token_ids: Tensor,
+    cutoff: Cutoff | None = None,
+    picked: bool = False,
 ) -> None:
-    """Draw in some places, as `draw` does, from the tokens that masks allow.
+    """Draw in some places, as `draw` does.
 
-    logits: [places, vocabulary]
-    temperatures, seeds: [rows]; positions: [places]; each as for `draw`
+    logits: [places, vocabulary]; picked: [lines, vocabulary], of these lines alone
+    temperatures, seeds: [rows]; positions: [places]; cutoff: of the lines; each as for `draw`
     token_ids: [places] int32, in which the new tokens take their places, NONE_LEFT where a mask and the logits leave
         none. Where it is negative, it stays
     """
-    function = draw_masked_triton if logits.is_cuda else draw_masked_reference
-    function(logits, temperatures, seeds, positions, lines, token_ids)
+    function = draw_lines_triton if logits.is_cuda else draw_lines_reference
+    function(logits, temperatures, seeds, positions, lines, token_ids, cutoff, picked)
 
 
 def draw_reference(
@@ -108,24 +110,24 @@ def draw_reference(
     return best, ids.where(best.isfinite(), NO_TOKEN) if marks else ids
 
 
-def draw_masked_reference(
+def draw_lines_reference(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    lines: MaskedLines,
+    lines: DrawnLines,
     token_ids: Tensor,
+    cutoff: Cutoff | None = None,
+    picked: bool = False,
 ) -> None:
-    """draw_masked in torch."""
+    """draw_lines in torch."""
     places, rows, masks = lines
-    allowed = apply_masks(logits[places].float(), masks)
-    best, ids = draw_reference(allowed, temperatures[rows], seeds[rows], positions[places])
-    token_ids[places] = kept_faults(token_ids[places], best, ids)
-
-
-def kept_faults(before: Tensor, best: Tensor, ids: Tensor) -> Tensor:
-    """Return the ids that `draw` gave with `best`, NONE_LEFT where it found none; where `before` is negative, that."""
-    return before.where(before < 0, ids.masked_fill(best.isneginf(), NONE_LEFT))
+    own = logits if picked else logits[places]
+    if masks is not None:
+        own = apply_masks_reference(own.float(), masks)
+    best, ids = draw_reference(own, temperatures[rows], seeds[rows], positions[places], cutoff=cutoff)
+    before = token_ids[places]
+    token_ids[places] = before.where(before < 0, ids.masked_fill(best.isneginf(), NONE_LEFT))
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -181,16 +183,19 @@ def draw_triton(
     return row_best, row_ids
 
 
-def draw_masked_triton(
+def draw_lines_triton(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    lines: MaskedLines,
+    lines: DrawnLines,
     token_ids: Tensor,
+    cutoff: Cutoff | None = None,
+    picked: bool = False,
 ) -> None:
-    """draw_masked as two launches, like those of draw_triton."""
-    best, ids = _draw_slices(len(lines.places), logits, temperatures, seeds, positions, lines=lines)
+    """draw_lines as two launches, like those of draw_triton."""
+    how = temperatures, seeds, positions
+    best, ids = _draw_slices(len(lines.places), logits, *how, cutoff=cutoff, lines=lines, picked=picked)
     _choose_slices(best, ids, None, token_ids, lines.places)
 
 
@@ -202,12 +207,14 @@ def _draw_slices(
     positions: Tensor,
     first_id: int = 0,
     cutoff: Cutoff | None = None,
-    lines: MaskedLines | None = None,
+    lines: DrawnLines | None = None,
+    picked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw the best token of each slice, of rows or of lines; returns its score and its id, both [rows, slices]."""
     slices = cdiv(logits.shape[1], BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
+    masks = None if lines is None else lines.masks
     _draw_slice_kernel[(rows, slices)](
         logits,
         temperatures,
@@ -219,11 +226,13 @@ def _draw_slices(
         ids,
         logits.shape[1],
         logits.stride(0),
-        0 if lines is None else lines.masks.shape[1],
+        0 if masks is None else masks.shape[1],
         first_id,
         BLOCK=BLOCK,
         HAS_CUTOFF=cutoff is not None,
-        HAS_MASKS=lines is not None,
+        HAS_LINES=lines is not None,
+        HAS_MASKS=masks is not None,
+        PICKED=picked,
         COMPILED=logits.is_cuda,
         **launch_options(logits),
     )
@@ -233,7 +242,7 @@ def _draw_slices(
 def _choose_slices(
     best: Tensor, ids: Tensor, told: Tensor | None, row_ids: Tensor, places: Tensor | None = None, marks: bool = False
 ) -> None:
-    """Choose each row's best slice; told: gets its score. places: where lines stand, as draw_masked has them"""
+    """Choose each row's best slice; told: gets its score. places: where lines stand, as draw_lines has them"""
     rows, slices = best.shape
     _best_slice_kernel[(rows,)](
         best,
@@ -297,24 +306,26 @@ def _draw_slice_kernel(
     first_id,
     BLOCK: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
+    HAS_LINES: tl.constexpr,
     HAS_MASKS: tl.constexpr,
+    PICKED: tl.constexpr,
     COMPILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
     line, slice_id, slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     place, row = line, line
-    if HAS_MASKS:
+    if HAS_LINES:
         place, row = tl.load(places_ptr + line), tl.load(rows_ptr + line)
     column = slice_id * BLOCK + tl.arange(0, BLOCK)
     mask = column < vocabulary
-    source = logits_ptr + place.to(tl.int64) * row_stride + column
+    source = logits_ptr + (line if PICKED else place).to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
     if HAS_MASKS:
         word = tl.load(masks_ptr + line.to(tl.int64) * words + column // 32, mask=mask, other=0)
         scores = tl.where((word >> column % 32) & 1 != 0, scores, float("-inf"))
     if HAS_CUTOFF:
-        lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
+        lowest, first = tl.load(lowest_ptr + line), tl.load(first_ids_ptr + line)
         keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
         scores = tl.where(keep, scores, float("-inf"))
     temperature = tl.load(temperatures_ptr + row)
@@ -343,7 +354,7 @@ def _best_slice_kernel(
     HAS_PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Store each row's best token, and its score; of lines with places the token alone, as draw_masked does."""
+    """Store each row's best token, and its score; of lines with places the token alone, as draw_lines does."""
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)

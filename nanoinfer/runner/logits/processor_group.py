@@ -101,35 +101,30 @@ class LogitsProcessorGroup:
             return step.logits[first - step.first_row :][: len(self._numbers)]
         return step.logits[lines.places]
 
-    def penalize(self, logits: Tensor, positions: Tensor, tokens: Tensor | None, rows: Which = EACH) -> Tensor:
-        """Return the logits as penalties change them.
+    def change(
+        self, logits: Tensor, temperatures: Tensor, positions: Tensor, tokens: Tensor | None, lines: Lines
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits as penalties change them, and those of them that may be drawn: -inf stands for the others.
 
-        logits: [lines, vocabulary] float32, like the result; positions: [lines], of the tokens to be drawn
+        logits: [lines, vocabulary], like the results, which are float32 if these rows need that
+        temperatures, positions: [lines], for the tokens to be drawn
         tokens: [lines, longest] int32, the tokens so far; None if not needs_tokens
-        rows: as Lines has them
+        The first result is the second if nobody asks for kept_tokens.
         """
+        if not self.needs_float32:
+            return logits, logits
+        rows, changed = lines.rows, logits.float()
         for change in self._changes:
-            logits = change(logits, positions, tokens, rows)
-        return logits
-
-    def forbid(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        tokens: Tensor | None,
-        rows: Which = EACH,
-        masks: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits with -inf for the tokens that bans, min_tokens or a form forbid.
-
-        rows, masks: as Lines has them
-        The others are as for `penalize`.
-        """
+            changed = change(changed, positions, tokens, rows)
+        penalized = changed if self.asks_kept else None  # else its memory is free
         for ban in self._bans:
-            logits = ban(logits, positions, tokens, rows)
+            changed = ban(changed, positions, tokens, rows)
         if self._keep_on is not None:
-            logits = self._keep_on(logits, positions, tokens, rows)
-        return logits if masks is None else apply_masks(logits, masks)
+            changed = self._keep_on(changed, positions, tokens, rows)
+        if lines.masks is not None:
+            changed = apply_masks(changed, lines.masks)
+        changed = self.filter(changed, temperatures, rows)
+        return changed if penalized is None else penalized, changed
 
     def filter(self, logits: Tensor, temperatures: Tensor, rows: Which = EACH) -> Tensor:
         """Return the logits with -inf for the tokens that filters leave out, but for those of the cutoff."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import distribution
-from nanoinfer.kernels.sampling.draw import MaskedLines, draw, draw_masked, kept_faults
+from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
@@ -27,7 +27,8 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage,
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
-COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
+COPIES = 8  # of these logits and of their rows' tokens, while torch computes with them
+COPIES_OF_KERNELS = 2  # while our own kernels change them: so many times more rows are changed at a time
 
 
 class LogitsProcessors:
@@ -67,6 +68,13 @@ class LogitsProcessors:
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._planned_tokens = min(max_model_len, PLANNED_TOKENS)
         self._history = TokenHistory(max_num_seqs, device)
+
+    @property
+    def _most_changed(self) -> int:
+        """Of how many lines logits may be changed at a time, if nothing else is told of them."""
+        if self.device.type == "cpu" or self.tp.size > 1:
+            return LOGITS_AT_ONCE
+        return LOGITS_AT_ONCE * COPIES // COPIES_OF_KERNELS
 
     @property
     def working_bytes(self) -> int:
@@ -126,9 +134,6 @@ class LogitsProcessors:
         for group in groups:
             own_masks = next(groups_masks) if group.is_guided else None
             lines, told = group.lines(step, self._max_guesses, own_masks), Extras()
-            if group.has_masks_alone and self.tp.size == 1:
-                self._draw_masked(group, lines, step, drawn)
-                continue
             if group.needs_tokens and step.places is not None:
                 at, guessed = lines.places, step.places
                 self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
@@ -142,23 +147,22 @@ class LogitsProcessors:
 
     def _draw(self, group: LogitsProcessorGroup, lines: Lines, step: StepLines, drawn: Tensor, extras: Extras) -> None:
         """Draw for some lines of a group; the others are those of `draw`."""
-        numbers, rows, at = group.row_numbers[lines.rows], lines.rows, lines.places
-        own = numbers - step.first_row
+        numbers, at = group.row_numbers[lines.rows], lines.places
+        own = at if step.places is None else numbers  # see StepLines.first_row
+        how = step.temperatures, step.seeds, step.positions
+        if group.has_masks_alone and self.tp.size == 1:
+            draw_lines(step.logits, *how, DrawnLines(at, own, lines.masks), drawn)
+            return
         temperatures, positions = step.temperatures[own], step.positions[at]
         logits = self.gather(group.select(step, lines))
-        penalized = allowed = logits
-        if group.needs_float32:
-            logits = logits.float()
-            history = self._history.of(numbers) if group.needs_tokens else None
-            penalized = group.penalize(logits, positions, history, rows)
-            allowed = group.forbid(penalized, positions, history, rows, lines.masks)
-            allowed = group.filter(allowed, temperatures, rows)
-        cutoff = group.find_cutoff(allowed, temperatures, rows)
+        history = self._history.of(numbers) if group.needs_tokens else None
+        penalized, allowed = group.change(logits, temperatures, positions, history, lines)
+        cutoff = group.find_cutoff(allowed, temperatures, lines.rows)
         if group.is_drawn:
-            best, token_ids = draw(allowed, temperatures, step.seeds[own], positions, cutoff=cutoff)
-            drawn[at] = kept_faults(drawn[at], best, token_ids)
-        else:
-            token_ids = drawn[at].clamp(min=0)
+            draw_lines(allowed, *how, DrawnLines(at, own), drawn, cutoff, picked=True)
+        if not (group.needs_tokens or group.asks or group.asks_kept):
+            return
+        token_ids = drawn[at].clamp(min=0)
         if group.needs_tokens:
             self._history.write(numbers, positions, token_ids)
         if group.asks_kept or (group.asks and self.is_processed):
@@ -166,13 +170,6 @@ class LogitsProcessors:
             extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, step.first_row)
             logits = kept if self.is_processed else logits
         extras.logprobs += group.logprobs(logits, token_ids, lines, step.first_row)
-
-    def _draw_masked(self, group: LogitsProcessorGroup, lines: Lines, step: StepLines, drawn: Tensor) -> None:
-        """Draw for all lines of a group that has masks alone; the arguments are those of `draw`."""
-        assert lines.masks is not None
-        rows = lines.places if step.places is None else group.row_numbers[lines.rows]  # see StepLines.first_row
-        masked = MaskedLines(lines.places, rows, lines.masks)
-        draw_masked(step.logits, step.temperatures, step.seeds, step.positions, masked, drawn)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
         """Yield the masks of each group of guided rows, [lines, words] int32 on the device; sizes: those groups'
@@ -223,13 +220,15 @@ class LogitsProcessors:
         masked = {row for row in in_float32 if has_mask_alone(self.wanted[row])}
         guided = [row for row in in_float32 if self.wanted[row].params.is_guided]
         others = sorted(set(in_float32).difference(masked, guided))
+        telling = {row for row in others if self._tells_of_changes(self.wanted[row])}
         if alone.intersection(guided) or len(set(map(self._num_likely, guided))) > 1:
             alone.update(guided)
         most = self._most_lines if self.tp.size == 1 else LOGITS_AT_ONCE  # alone, masks need no logits in float32
         parts = [(*part, False) for part in self._split(plain, alone, self._most_lines)]
         for own, at_once in (
             (sorted(masked.difference(guided)), most),
-            (others, LOGITS_AT_ONCE),
+            (sorted(telling), LOGITS_AT_ONCE),
+            (sorted(set(others).difference(telling)), self._most_changed),
             (guided, most if masked.issuperset(guided) else LOGITS_AT_ONCE),
         ):
             parts += [(*part, True) for part in self._split(own, alone, at_once)]
@@ -261,5 +260,8 @@ class LogitsProcessors:
 
     def _needs_float32(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
-        params = message.params
-        return changes_logits(message) or params.kept_tokens or (self.is_processed and params.logprobs is not None)
+        return changes_logits(message) or self._tells_of_changes(message)
+
+    def _tells_of_changes(self, message: LogitsMessage) -> bool:
+        """Whether the row's output tells of changed logits, of which torch makes copies then."""
+        return message.params.kept_tokens or (self.is_processed and message.params.logprobs is not None)
