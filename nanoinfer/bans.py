@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,7 @@ class Bans:
     sequences: Words
 
     @staticmethod
-    def of(allowed: Collection[int] | None, sequences: list[list[int]], vocab_size: int) -> Bans:
+    def of(allowed: npt.ArrayLike | None, sequences: list[list[int]], vocab_size: int) -> Bans:
         """Pack the tokens that may be drawn (None: all), and sequences that may not be generated."""
         longest = max(map(len, sequences), default=1)
         padded = [[NOTHING] * (longest - len(sequence)) + sequence for sequence in sequences]
@@ -35,8 +34,8 @@ class Bans:
         )
 
 
-def _pack(token_ids: Collection[int], vocab_size: int) -> Words:
+def _pack(token_ids: npt.ArrayLike, vocab_size: int) -> Words:
     """Return [words] in which bit i % 32 of word i // 32 says whether token i is there."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[np.fromiter(token_ids, np.int64)] = 1
+    bits[np.asarray(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

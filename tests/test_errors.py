@@ -298,6 +298,10 @@ class TestSamplingParams:
         ("wrong", "message"),
         [
             ({"logit_bias": {2048: 1.0}}, r"sampling_params\[1\].logit_bias has token id 2048: must be from 0 to 2047"),
+            (
+                {"allowed_token_ids": [1, 2**70]},
+                r"sampling_params\[1\].allowed_token_ids has token id 1180591620717411303424: must",
+            ),
             ({"stop_token_ids": [9999]}, r"sampling_params\[1\].stop_token_ids has token id 9999"),
             (
                 {"allowed_token_ids": [5, 2048]},

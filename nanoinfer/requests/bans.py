@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from nanoinfer.bans import Bans
+from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
@@ -16,7 +19,8 @@ def find_bans(name: str, params: SamplingParams, config: Config, encode: Encode)
 
     name: begins the messages of errors; encode: makes tokens of a text, without special ones
 
-    Raises ValueError for a word without tokens, and if a sample could not have even a first token.
+    Raises ValueError for a token id that the vocabulary does not have, for a word without tokens, and if a sample could
+    not have even a first token.
     """
     vocab_size = config.description.vocab_size
     sequences = [sequence for word in params.bad_words or () for sequence in _spellings(name, word, encode)]
@@ -24,7 +28,10 @@ def find_bans(name: str, params: SamplingParams, config: Config, encode: Encode)
     _check_first_token(name, params, config, {sequence[0] for sequence in sequences if len(sequence) == 1})
     if params.allowed_token_ids is None and not sequences:
         return None
-    allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+    if allowed is not None and (allowed.min() < 0 or allowed.max() >= vocab_size):
+        wrong = next(token_id for token_id in params.allowed_token_ids or () if not 0 <= token_id < vocab_size)
+        raise ValueError(f"{name}.allowed_token_ids has token id {short(wrong)}: must be from 0 to {vocab_size - 1}")
     return Bans.of(allowed, sequences, vocab_size)
 
 

@@ -112,7 +112,7 @@ class SettingsReader:
     def _check(self, name: str, params: SamplingParams) -> Settings:
         """Check settings, and return a copy of them."""
         vocab_size = self._config.description.vocab_size
-        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for field in ("logit_bias", "stop_token_ids"):  # find_bans checks allowed_token_ids, of which there may be many
             token_ids = getattr(params, field) or ()
             if token_ids and max(token_ids) >= vocab_size:
                 too_large = next(token_id for token_id in token_ids if token_id >= vocab_size)
@@ -190,4 +190,8 @@ def _adapted(settings: Settings, adapter: str | None, argument: str) -> Settings
 
 def _copy(params: SamplingParams) -> SamplingParams:
     """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
-    return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
+    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+    allowed = values.pop("allowed_token_ids")  # half of a vocabulary would be checked for milliseconds
+    copied = SamplingParams(**values)
+    vars(copied)["allowed_token_ids"] = allowed
+    return copied
