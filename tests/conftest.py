@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,17 @@ def layout_of(*groups: tuple[int, int | None]) -> CacheLayout:
     kinds = [CacheGroup((layer,), Pages(1 + layer, 1, window), size) for layer, (size, window) in enumerate(groups)]
     prefix_size = math.lcm(*(size for size, _ in groups))
     return CacheLayout(tuple(kinds), prefix_size, prefix_size, slice_numbers=prefix_size, slices=2)
+
+
+class AmidBlocks(CacheLayout):
+    """A layout whose states are kept at each second token, also amid blocks."""
+
+    grid = snapshot_grid = 2  # type: ignore[assignment]
+
+
+def amid_blocks(layout: CacheLayout) -> CacheLayout:
+    """Let states of a layout be kept amid blocks."""
+    return AmidBlocks(**{field.name: getattr(layout, field.name) for field in fields(layout)})
 
 
 class CollidingTree(PrefixTree):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from conftest import CollidingBlockManager, alike, layout_of, whole_only
+from conftest import CollidingBlockManager, alike, amid_blocks, layout_of, whole_only
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -32,6 +32,7 @@ MIXED = layout_of((8, None), (2, 5))
 THREE = layout_of((8, None), (2, 3), (4, 12))
 ONLY_WINDOWS = layout_of((4, 7), (2, 4))
 WINDOW_OF_ONE = layout_of((4, None), (2, 1))
+AMID_BLOCKS = amid_blocks(layout_of((8, None), (4, None)))
 
 which_seq = st.integers(0, MOST_LIVE - 1)
 prompts = st.builds(
@@ -147,7 +148,7 @@ class RandomOperations(RuleBasedStateMachine):
 
     def chunk(self, seq: Sequence, most_tokens: int) -> int:
         """Plan the next chunk of a prompt; returns its tokens."""
-        start = seq.num_scheduled
+        start, most_tokens = seq.num_scheduled, max(most_tokens, self.layout.grid)
         held = {block_id for _, _, block_id in self.columns(seq)}
         end = min(len(seq), start + most_tokens)
         end = self.manager.extend(seq, end)
@@ -232,8 +233,11 @@ class RandomOperations(RuleBasedStateMachine):
             assert set(self.tree) == nodes
             assert self.live or self.num_blocks < self.layout.blocks_of(len(seq))
             return
-        assert cached == expected < len(seq)
+        has_room = cached == expected  # else there is none for a copy, nor for what is copied
+        assert has_room or cached == self.longest_cached(seq, of_nodes=self.layout.prefix_size) < expected
+        assert cached < len(seq)
         self.live.append(seq)
+        self.copy_tail(seq, cached)
         seq.num_scheduled = cached
         self.check_windows(seq)
         self.check_hit(seq, cached)
@@ -243,6 +247,20 @@ class RandomOperations(RuleBasedStateMachine):
         for _ in range(num_forks):
             self.fork(seq)
 
+    def copy_tail(self, seq: Sequence, cached: int) -> None:
+        """Copy the blocks in which the sequence goes on amid a node, as the step does first of all."""
+        copies = self.manager.take_copies()
+        size, in_node = self.layout.prefix_size, cached % self.layout.prefix_size
+        assert len(copies) == sum(-(-in_node // group.block_size) for group in self.layout.groups)
+        columns = {block_id: (group, column) for group, column, block_id in self.columns(seq)}
+        for block_id, copy in copies:
+            group, column = columns[copy]
+            written, first = self.blocks[block_id], column * self.layout.groups[group].block_size
+            assert written is not None
+            assert cached // size * size <= first < cached
+            assert block_id not in self.planned or len(written.prefix) > cached
+            self.blocks[copy] = written
+
     def check_hit(self, seq: Sequence, cached: int) -> None:
         """Check that a sequence goes on from this very prefix, and that none of it is forgotten."""
         self.writes[seq] = frozenset()
@@ -251,29 +269,49 @@ class RandomOperations(RuleBasedStateMachine):
             end = (column + 1) * self.layout.groups[group].block_size
             if end <= cached:
                 hits.append((group, end, self.blocks[block_id]))
+            elif end - self.layout.groups[group].block_size < cached:
+                hits.append((group, cached, self.blocks[block_id]))  # a copy, of which only the first tokens count
         if self.states is not None and cached:
-            hits.append((NONE, cached, self.slots[seq.node.snapshot]))
+            hits.append((NONE, cached, self.slots[self.states._sources[seq]]))
         for group, end, written in hits:
             assert written is not None
             assert (written.group, written.kind) == (group, kind_of(seq))
-            assert written.prefix == tuple(seq.token_ids[:end])
+            assert written.prefix[:end] == tuple(seq.token_ids[:end])
+            assert len(written.prefix) == end or cached % self.layout.prefix_size
             assert not self.forgotten & written.writes
             self.writes[seq] |= written.writes
 
-    def longest_cached(self, seq: Sequence, with_fresh: bool = False) -> int:
+    def longest_cached(self, seq: Sequence, with_fresh: bool = False, of_nodes: int | None = None) -> int:
         """Return how many tokens are cached of a sequence, by trying each prefix.
 
-        with_fresh: snapshots count that the planned step takes
+        with_fresh: snapshots count that the planned step takes; of_nodes: a multiple of so many tokens
         """
-        size, node, nodes = self.layout.prefix_size, self.tree.root(*kind_of(seq)), []
+        size, step = self.layout.prefix_size, of_nodes or self.layout.snapshot_grid
+        path = [self.tree.root(*kind_of(seq))]
         for start in range(0, seq.num_reusable // size * size, size):
-            if (node := self.tree.find(node, seq.token_ids[start : start + size].tobytes())) is None:
+            if (node := self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())) is None:
                 break
-            nodes.append(node)
-        return next((end * size for end in range(len(nodes), 0, -1) if self.is_whole(nodes[:end], with_fresh)), 0)
+            path.append(node)
+        for end in range(seq.num_reusable // step * step, 0, -step):
+            depth = end // size
+            nodes = path[1 : depth + 1]
+            if depth >= len(path) or (nodes and not self.has_blocks(nodes)):
+                continue
+            if end % size == 0:
+                if self.states is None or self.has_snapshot(nodes[-1], with_fresh):
+                    return end
+            elif tail := self.tree.find(path[depth], seq.token_ids[depth * size : end].tobytes()):
+                needed = [-(-(end % size) // group.block_size) for group in self.layout.groups]
+                blocks, place = [], 0
+                for group, count in zip(self.layout.groups, needed, strict=True):
+                    blocks += tail.blocks[place : place + count]
+                    place += size // group.block_size
+                if NONE not in blocks and self.has_snapshot(tail, with_fresh):
+                    return end
+        return 0
 
-    def is_whole(self, nodes: list[Node], with_fresh: bool) -> bool:
-        """Whether a path has all that the next query sees."""
+    def has_blocks(self, nodes: list[Node]) -> bool:
+        """Whether a path has all blocks that the next query sees."""
         end, place = len(nodes) * self.layout.prefix_size, 0
         for group in self.layout.groups:
             of_a_node = self.layout.prefix_size // group.block_size
@@ -282,7 +320,7 @@ class RandomOperations(RuleBasedStateMachine):
             positions = range(0 if group.window is None else max(0, end - group.window + 1), end)
             if any(blocks[position // group.block_size] == NONE for position in positions):
                 return False
-        return self.states is None or self.has_snapshot(nodes[-1], with_fresh)
+        return True
 
     def has_snapshot(self, node: Node, with_fresh: bool) -> bool:
         return node.snapshot != NONE and (with_fresh or node.snapshot not in self.written_slots)
@@ -394,7 +432,7 @@ class RandomOperations(RuleBasedStateMachine):
         seq = self.choose(which)
         self.is_planning = False
         for _, _, block_id in self.columns(seq):
-            if self.manager.blocks[block_id].node is not None:
+            if self.manager.blocks[block_id].is_known:
                 self.forgotten.add(max(self.blocks[block_id].writes))
         self.writes[seq] |= {self.next_number(seq)}
         self.forgotten.add(max(self.writes[seq]))  # what it computes from now on
@@ -448,6 +486,7 @@ class RandomOperations(RuleBasedStateMachine):
     @invariant()
     def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:
         used = Counter(block_id for seq in self.live for _, _, block_id in self.columns(seq))
+        used.update(self.manager._copied)  # until the step has run that copies them
         for block_id, block in enumerate(self.manager.blocks):
             assert block.ref_count == used[block_id]
             assert (block_id in self.manager.free_blocks) == (block.ref_count == 0)
@@ -479,11 +518,12 @@ class RandomOperations(RuleBasedStateMachine):
             if block.node is not None:
                 assert block.node in nodes
                 assert block.node.blocks[block.place] == block_id
+            assert all(tail in nodes and tail.is_tail and block_id in tail.blocks for tail in block.tails)
         for node in nodes:
             for place, block_id in enumerate(node.blocks):
                 if block_id != NONE:
                     block = self.manager.blocks[block_id]
-                    assert (block.node, block.place) == (node, place)
+                    assert (block.node, block.place) == (node, place) or node in block.tails
 
     @invariant()
     def a_nodes_blocks_hold_its_tokens(self) -> None:
@@ -494,8 +534,10 @@ class RandomOperations(RuleBasedStateMachine):
                 for column in range(self.layout.prefix_size // group.block_size):
                     if node.blocks[place] != NONE:
                         written = self.blocks[node.blocks[place]]
-                        end = len(prefix) - self.layout.prefix_size + (column + 1) * group.block_size
-                        assert (written.group, written.prefix) == (number, prefix[:end])
+                        begin = (len(prefix) - 1) // self.layout.prefix_size * self.layout.prefix_size
+                        end = min(begin + (column + 1) * group.block_size, len(prefix))
+                        assert (written.group, written.prefix[:end]) == (number, prefix[:end])
+                        assert node.is_tail or len(written.prefix) == end
                     place += 1
 
     def prefix_of(self, node: Node) -> tuple[int, ...]:
@@ -525,7 +567,7 @@ class RandomOperations(RuleBasedStateMachine):
         for node in self.tree:
             assert children[node] or node.snapshot != NONE or any(block_id != NONE for block_id in node.blocks)
         most_ends = self.num_blocks + self.num_slots
-        assert len(self.tree) <= most_ends * (MOST_TOKENS // self.layout.prefix_size)
+        assert len(self.tree) <= most_ends * (MOST_TOKENS // self.layout.prefix_size) + self.num_slots
 
     @invariant()
     def a_serial_stands_for_one_prefix(self) -> None:
@@ -556,6 +598,8 @@ MACHINES = {
     "few states": {"layout": FULL, "num_slots": 4},
     "states": {"layout": FULL, "num_blocks": 40, "num_slots": 24},
     "mixed, states": {"layout": MIXED, "num_blocks": 24, "num_slots": 16},
+    "states amid blocks": {"layout": AMID_BLOCKS, "num_blocks": 48, "num_slots": 24},
+    "few states amid blocks": {"layout": AMID_BLOCKS, "num_blocks": 30, "num_slots": 6},
     "colliding": {"layout": FULL, "kind": CollidingBlockManager},
     "mixed, colliding": {"layout": MIXED, "num_blocks": 24, "num_slots": 16, "kind": CollidingBlockManager},
 }

@@ -16,10 +16,11 @@ from typing import cast
 import pytest
 import torch
 from cases import CASES, VOCAB, build
-from conftest import alike, greedy
+from conftest import alike, amid_blocks, greedy
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes import state_slots
@@ -92,6 +93,33 @@ class TestPrefixes:
             assert output.token_ids == tokens
             cached.append(output["num_cached_tokens"])
         assert cached == [0, 192, 192, 192]  # the second one finds the first one's last whole block
+
+    @pytest.mark.parametrize("block_size", [64, 256])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_prompts_that_part_amid_a_block_share_all_but_the_last_chunk(
+        self, name: str, block_size: int, folders: dict[str, str], make_llm: Callable[..., LLM]
+    ) -> None:
+        """Together, and one by one, behind what all share and behind what the second one found to be shared."""
+        llm = make_llm(folders[name], **{**OPTIONS, "kvcache_block_size": block_size, "max_model_len": 512})
+        stem = random_tokens(369, 5)
+        near = [[*stem, token] for token in range(6)]
+        far = [[*stem, token, *random_tokens(90, token)] for token in range(6)]
+        alone = []
+        for prompt in [*near, *far]:
+            llm.reset_prefix_cache()
+            alone += token_ids(llm, [prompt])
+        for prompts, expected, one_by_one in (
+            (near, alone[:6], [0, 320, 320, 320, 320, 320]),
+            (far, alone[6:], [0, 256, 320, 320, 320, 320] if block_size == 256 else [0, 0, 320, 320, 320, 320]),
+        ):
+            llm.reset_prefix_cache()
+            together = llm.generate(prompts, greedy(8), use_tqdm=False)
+            assert [output.token_ids for output in together] == expected
+            assert [output["num_cached_tokens"] for output in together] == [0] + [320] * 5
+            llm.reset_prefix_cache()
+            outputs = [llm.generate([prompt], greedy(8), use_tqdm=False)[0] for prompt in prompts]
+            assert [output.token_ids for output in outputs] == expected
+            assert [output["num_cached_tokens"] for output in outputs] == one_by_one
 
     def test_a_chat_goes_on_behind_its_last_turn(self, folder: str, make_llm: Callable[..., LLM]) -> None:
         llm, prompt = make_llm(folder, **OPTIONS), list(STEM[:70])
@@ -203,7 +231,8 @@ class Interrupt:
         return self
 
 
-def test_an_interrupt_at_any_line_loses_no_slot() -> None:
+@pytest.mark.parametrize("layout", [alike(4), amid_blocks(alike(4))], ids=["nodes", "amid blocks"])
+def test_an_interrupt_at_any_line_loses_no_slot(layout: CacheLayout) -> None:
     """Prompts come and go, and their snapshots push each other out. Then all slots can be had again, once each."""
 
     def sequence(*prompt: int) -> Sequence:
@@ -211,11 +240,12 @@ def test_an_interrupt_at_any_line_loses_no_slot() -> None:
 
     def begin(manager: BlockManager, seq: Sequence) -> None:
         manager.begin_step()
-        assert manager.allocate(seq, len(seq)) is not None
-        manager.plan(seq, seq.num_nodes * 4, len(seq))
+        start = manager.allocate(seq, len(seq))
+        assert start is not None
+        manager.plan(seq, start, len(seq))
 
     for line in count(1):
-        manager = BlockManager(30, alike(4), num_slots=3)
+        manager = BlockManager(30, layout, num_slots=3)
         sys.settrace(interrupt := Interrupt(line))
         try:
             for seq in (sequence(first, *range(8)) for first in (1, 2, 1, 3)):

@@ -125,6 +125,12 @@ class CacheLayout:
         """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
         return CHUNK if self.states else 1
 
+    @property
+    def snapshot_grid(self) -> int:
+        """Snapshots of states are taken at multiples of so many tokens; windows hide where a block began."""
+        has_windows = any(group.window is not None for group in self.groups)
+        return self.prefix_size if has_windows or not self.states else self.grid
+
     def check(self, num_kvcache_blocks: int | None, max_num_batched_tokens: int) -> None:
         """Raise ValueError if chunks or prefixes could not end at multiples of `grid`, or there are too many blocks."""
         if not self.groups:

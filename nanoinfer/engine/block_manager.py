@@ -49,11 +49,14 @@ class BlockManager:
         self._sizes = [group.block_size for group in self.groups]
         self._has_windows = any(group.window for group in self.groups)
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
-        self.states = StateSlots(num_slots, self.tree, layout.prefix_size) if num_slots else None
+        sizes = layout.prefix_size, layout.snapshot_grid
+        self.states = StateSlots(num_slots, self.tree, *sizes) if num_slots else None
         self.tier = None if tier is None else tier(self.tree, self.blocks)
         self.prefixes = PrefixCache(layout, self.tree, self.states, self.tier)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
+        self._copies: list[tuple[int, int]] = []  # of tails, which the next prefill step makes
+        self._copied: list[int] = []  # blocks that are copied then, or were in the step before
 
     @property
     def num_free(self) -> int:
@@ -80,6 +83,9 @@ class BlockManager:
         What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
         """
         self._planned.clear()
+        if not self._copies:
+            self._take_back(self._copied)
+            self._copied = []
         if self.tier is not None:
             self.tier.begin_step()
         if self.states is not None:
@@ -110,28 +116,50 @@ class BlockManager:
         if not self.groups:
             return 0
         cached = self.prefixes.find(seq)
-        start, needed = cached.num_tokens, 0
-        for group, table in zip(self.groups, cached.tables, strict=True):
-            end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
-            new = -(-end // group.block_size) - start // group.block_size
-            needed += new if group.most_blocks is None else min(new, group.most_blocks - len(table))
-        own = [block_id for block_id in chain.from_iterable(cached.tables) if block_id != NONE]
-        needed += len(cached.lost)
-        if needed + sum(block_id in self.free_blocks for block_id in own) > self.num_free:
+        if not self._has_room(seq, cached, most_tokens) and cached.tail is not None:
+            cached = self.prefixes.find(seq, with_tails=False)
+        if not self._has_room(seq, cached, most_tokens):
             return None
-        if self.states is not None and not self.states.take(seq, cached.node, cached.num_matched):
+        start, from_tail = cached.num_tokens, self._tail_blocks(cached)
+        prefix = cached.node if cached.tail is None else cached.tail
+        if self.states is not None and not self.states.take(seq, prefix, cached.num_matched):
             return None
-        for block_id in own:
-            self._acquire(block_id)
+        for block_id in chain(*cached.tables, *from_tail):
+            if block_id != NONE:
+                self._acquire(block_id)
+        self._copied += chain(*from_tail)
         seq.block_tables = [[0] * first + table for first, table in zip(cached.starts, cached.tables, strict=True)]
         if cached.lost:
             self._restore(cached, seq.block_tables)
         seq.num_released = cached.starts
         seq.node, seq.num_nodes = cached.node, start // self.prefix_size
-        for group, table in zip(self.groups, seq.block_tables, strict=True):
+        for group, table, theirs in zip(self.groups, seq.block_tables, from_tail, strict=True):
             if group.window is None:
+                num_shared = len(table)
                 self._extend(table, -(-len(seq) // group.block_size))
+                self._copies += zip(theirs, table[num_shared:], strict=False)
         return start
+
+    def _has_room(self, seq: Sequence, cached: CachedPrefix, most_tokens: int) -> bool:
+        """Whether there are blocks for a sequence that begins with what is cached; most_tokens: as for allocate."""
+        start, needed = cached.num_tokens, len(cached.lost)
+        for group, first, table in zip(self.groups, cached.starts, cached.tables, strict=True):
+            end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
+            new = -(-end // group.block_size) - first - len(table)
+            needed += new if group.most_blocks is None else min(new, group.most_blocks - len(table))
+        own = [block_id for block_id in chain(*cached.tables, *self._tail_blocks(cached)) if block_id != NONE]
+        return needed + sum(block_id in self.free_blocks for block_id in own) <= self.num_free
+
+    def _tail_blocks(self, cached: CachedPrefix) -> list[list[int]]:
+        """Return, for each group, the blocks that a sequence copies which begins with this."""
+        if cached.tail is None:
+            return [[] for _ in self.groups]
+        return self.prefixes.tail_blocks(cached.tail, cached.num_tokens % self.prefix_size)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the blocks that the planned prefill step copies before it runs, as (block, its copy)."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def _restore(self, cached: CachedPrefix, tables: list[list[int]]) -> None:
         """Let what only host memory holds of a prefix come back, into blocks for these tables."""
@@ -232,7 +260,7 @@ class BlockManager:
         self.prefixes.record(seq, end, self._planned)
         if self._has_windows:
             self._passed.append(seq)
-        return None if self.states is None else self.states.plan(seq, start, end)
+        return None if self.states is None else self.states.plan(seq, start, end, self.prefixes.node_at)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
@@ -254,6 +282,8 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Take back all that a sequence holds."""
         for table in self.held(seq):
+            if self._copies:  # it has not run yet
+                self._copies = [pair for pair in self._copies if pair[1] not in table]
             self._take_back(table)
         seq.block_tables, seq.num_released = [], []
         seq.node, seq.num_nodes = None, 0
@@ -271,9 +301,10 @@ class BlockManager:
         if self.tier is not None:
             self.tier.drop_newest()
         self._passed.clear()
+        self._copies, self._copied = [], []
         for block in self.blocks:
             block.ref_count = 0
-        self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.node is not None))
+        self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.is_known))
         if self.states is not None:
             self.states.clear()
 
@@ -305,7 +336,7 @@ class BlockManager:
             assert block.ref_count > 0
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_blocks.add(block_id, is_kept=block.node is not None)
+                self.free_blocks.add(block_id, is_kept=block.is_known)
 
     def _acquire(self, block_id: int) -> None:
         if self.blocks[block_id].ref_count == 0:

@@ -176,7 +176,7 @@ class Scheduler:
         for chunk in reversed(chunks):
             if chunk.end >= chunk.seq.num_reusable:
                 self._let_follow(chunk.seq)
-        return PrefillStep(chunks, forks, copies) if chunks else None
+        return PrefillStep(chunks, forks, self.block_manager.take_copies() + copies) if chunks else None
 
     def _let_follow(self, leader: Sequence) -> None:
         """Let those begin that have waited for a sequence, before others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -16,7 +17,8 @@ from nanoinfer.engine.sequence import Sequence
 class CachedPrefix:
     """What the cache holds of a sequence's first tokens.
 
-    node: that of the prefix; num_tokens: of the prefix
+    node: that of the prefix, or of the most of it that fills a node; num_tokens: of the prefix
+    tail: the rest of it, which fills no node, and whose blocks have to be copied; None: there is no rest
     tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on; NONE where
         only host memory has the content
     lost: for each of these, in order: the node and the place in it
@@ -25,6 +27,7 @@ class CachedPrefix:
     """
 
     node: Node
+    tail: Node | None
     num_tokens: int
     tables: list[list[int]]
     starts: list[int]
@@ -41,13 +44,17 @@ class PrefixCache:
     ) -> None:
         """states: given if a sequence needs a snapshot of states to go on; tier: if host memory keeps content, too."""
         self._groups, self._size = layout.groups, layout.prefix_size
+        self._grid = layout.snapshot_grid
         self._states, self._tier = states, tier
         self._counts = layout.counts
         self._places = [sum(self._counts[:index]) for index in range(len(self._counts))]
         self.tree = tree
 
-    def find(self, seq: Sequence) -> CachedPrefix:
-        """Find the longest prefix of a sequence of which each group has all blocks that later queries see."""
+    def find(self, seq: Sequence, with_tails: bool = True) -> CachedPrefix:
+        """Find the longest prefix of a sequence of which each group has all blocks that later queries see.
+
+        with_tails: of which the last ones may have to be copied
+        """
         size = self._size
         path: list[Node] = [self.tree.root(seq.adapter, seq.is_long)]
         runs = [0] * len(self._groups)  # how many neighbouring blocks each group has before the end of the path
@@ -63,8 +70,14 @@ class PrefixCache:
                 whole, is_awaited = len(path) - 1, False
             elif self._states.is_fresh(node):
                 is_awaited = True
-        last, *nodes = path[whole], *path[1 : whole + 1]
-        found = CachedPrefix(last, whole * size, [], [], [], (len(path) - 1) * size, is_awaited)
+        tail, num_tokens = None, whole * size
+        num_matched = (len(path) - 1) * size
+        if self._states is not None and self._grid < size:
+            num_matched += self._num_alike(seq, path[-1], num_matched)
+            if with_tails:
+                whole, tail, num_tokens, is_awaited = self._find_tail(self._states, seq, path, whole, is_awaited)
+        nodes = path[1 : whole + 1]
+        found = CachedPrefix(path[whole], tail, num_tokens, [], [], [], num_matched, is_awaited)
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
             first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
             places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
@@ -72,6 +85,61 @@ class PrefixCache:
             found.starts.append(first)
             found.lost.extend((node, at) for node, at in places if node.blocks[at] == NONE)
         return found
+
+    def _find_tail(
+        self, states: StateSlots, seq: Sequence, path: list[Node], whole: int, is_awaited: bool
+    ) -> tuple[int, Node | None, int, bool]:
+        """Return the longest prefix that ends with a tail, if it is longer than one of `whole` nodes.
+
+        path: the nodes whose blocks there are
+        Returns how many nodes it has, the tail or None, the prefix's tokens, and CachedPrefix.is_awaited.
+        """
+        for depth in range(len(path) - 1, whole - 1, -1):
+            begin = depth * self._size
+            last = min(begin + self._size - self._grid, seq.num_reusable // self._grid * self._grid)
+            for end in range(last, begin, -self._grid):
+                tail = self.tree.find(path[depth], seq.content(begin, end))
+                if tail is None or NONE in chain(*self.tail_blocks(tail, end - begin)):
+                    continue
+                if states.is_ready(tail):
+                    return depth, tail, end, is_awaited
+                is_awaited = is_awaited or states.is_fresh(tail)
+        return whole, None, whole * self._size, is_awaited
+
+    def _num_alike(self, seq: Sequence, node: Node, begin: int) -> int:
+        """Return how many tokens from `begin` on, a multiple of the grid, the newest child of a node has, too."""
+        end = min(begin + self._size, seq.num_reusable)
+        if end <= begin:
+            return 0
+        num_bytes = self.tree.num_alike(node, seq.content(begin, end))
+        return min(num_bytes // seq.token_ids.itemsize, end - begin) // self._grid * self._grid
+
+    def tail_blocks(self, tail: Node, num_tokens: int) -> list[list[int]]:
+        """Return, for each group, the blocks that hold a tail's tokens. num_tokens: of the tail"""
+        return [
+            tail.blocks[place : place + -(-num_tokens // group.block_size)]
+            for group, place in zip(self._groups, self._places, strict=True)
+        ]
+
+    def node_at(self, seq: Sequence, position: int) -> Node | None:
+        """Return the node of a sequence's first tokens, which it has been recorded for; a tail is made if it needs one.
+
+        None: no lookup finds what it fills
+        """
+        node, size = seq.node, self._size
+        if seq.num_nodes < position // size:
+            return None
+        for _ in range(seq.num_nodes - position // size):
+            node = None if node is None else node.parent
+        if node is None or not node.is_found or position % size == 0:
+            return node
+        begin = position // size * size
+        tail = self.tree.child(node, seq.content(begin, position), is_tail=True)
+        for group, table, place in zip(self._groups, seq.block_tables, self._places, strict=True):
+            columns = range(begin // group.block_size, -(-position // group.block_size))
+            for index, column in enumerate(columns):
+                self.tree.attach_tail(table[column], tail, place + index)
+        return tail
 
     def _follow(self, node: Node, runs: list[int], end: int) -> bool:
         """Count in a node's blocks, and host memory's; returns whether a prefix from this node on may be whole."""
@@ -142,8 +210,11 @@ class PrefixCache:
 
     def forget(self, seq: Sequence) -> None:
         """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
+        held = [table[released:] for table, released in zip(seq.block_tables, seq.num_released, strict=True)]
         node, seq.node = seq.node, None
         while node is not None:
+            if node.parent is None and self.tree.has_tails(node, chain(*held)):
+                self.tree.drop_root(node)  # others may have begun with its first tokens, which are no whole node
             self._cut(node)
             node = node.parent
 

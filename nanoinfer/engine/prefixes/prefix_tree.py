@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from operator import attrgetter
 
+import numpy as np
 from xxhash import xxh64_intdigest
 
 NONE = -1  # in place of a block
@@ -17,18 +18,28 @@ class Block:
     ref_count: this many sequences hold the block
     node: the block holds tokens of this node, which a lookup finds; None: of nobody whom a lookup would find
     place: which of the node's blocks it is
+    tails: nodes of fewer tokens, which the block's first ones are
     """
 
-    __slots__ = ("node", "place", "ref_count")
+    __slots__ = ("node", "place", "ref_count", "tails")
 
     def __init__(self) -> None:
         self.ref_count = 0
         self.node: Node | None = None
         self.place = 0
+        self.tails: list[Node] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a lookup may find what it holds."""
+        return self.node is not None or bool(self.tails)
 
 
 class Node:
-    """A prefix: the parent's, and some more tokens, as many in each node.
+    """A prefix: the parent's, and some more tokens, as many in each node, but for tails.
+
+    A tail has fewer, and no children. It is where states were kept amid a block, whose first tokens are the tail's,
+    whatever comes behind them.
 
     serial: no other prefix has it
     content: the parent's serial and the node's own tokens, as bytes
@@ -36,9 +47,22 @@ class Node:
     blocks: those that hold the node's own tokens, one group's after another's; NONE where a block is lost
     copies: likewise, the slots of host memory that hold the content of such blocks (see HostTier)
     snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
+    newest: the content of its newest child, but for tails that are parts of that
     """
 
-    __slots__ = ("blocks", "content", "copies", "digest", "is_found", "num_children", "parent", "serial", "snapshot")
+    __slots__ = (
+        "blocks",
+        "content",
+        "copies",
+        "digest",
+        "is_found",
+        "is_tail",
+        "newest",
+        "num_children",
+        "parent",
+        "serial",
+        "snapshot",
+    )
 
     def __init__(self, parent: Node | None, serial: int, content: bytes, digest: int, num_blocks: int) -> None:
         self.parent, self.serial, self.content, self.digest = parent, serial, content, digest
@@ -47,10 +71,14 @@ class Node:
         self.snapshot = NONE
         self.num_children = 0
         self.is_found = True  # by a lookup
+        self.is_tail = False
+        self.newest = b""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing, and leads to no other node."""
+        """Whether it has nothing, and leads to no other node; of a tail, whether it has no snapshot."""
+        if self.is_tail:
+            return self.snapshot == NONE
         if self.num_children or self.snapshot != NONE:
             return False
         return all(block == NONE for block in self.blocks) and all(slot == NONE for slot in self.copies)
@@ -102,6 +130,14 @@ class PrefixTree:
                 behind.append(node)
         return behind
 
+    def drop_root(self, root: Node) -> None:
+        """Let no lookup begin at this root."""
+        self.roots = {kind: own for kind, own in self.roots.items() if own is not root}
+
+    def has_tails(self, parent: Node, block_ids: Iterable[int]) -> bool:
+        """Whether one of these blocks is a tail's behind a node."""
+        return any(tail.parent is parent for block_id in block_ids for tail in self._blocks[block_id].tails)
+
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         """Return the node of these tokens behind its parent; None: there is none."""
         content = _content(parent, tokens)
@@ -113,14 +149,28 @@ class PrefixTree:
             return node
         return self.collided.get(content) if self.collided else None
 
-    def child(self, parent: Node, tokens: bytes) -> Node:
-        """Return the node of these tokens behind its parent, which is made if there is none."""
+    def num_alike(self, parent: Node, tokens: bytes) -> int:
+        """Return how many first bytes of these are those of the parent's newest child."""
+        theirs = np.frombuffer(parent.newest, np.uint8)[len(_content(parent, b"")) :]
+        ours = np.frombuffer(tokens, np.uint8)
+        size = min(len(theirs), len(ours))
+        differs = theirs[:size] != ours[:size]
+        return int(differs.argmax()) if differs.any() else size
+
+    def child(self, parent: Node, tokens: bytes, is_tail: bool = False) -> Node:
+        """Return the node of these tokens behind its parent, which is made if there is none.
+
+        is_tail: they are fewer than a node's
+        """
         content = _content(parent, tokens)
         digest = self._hash(content)
         node = self._find(content, digest)
         if node is None:
             node = Node(parent, next(self._serials), content, digest, self._num_places)
+            node.is_tail = is_tail
             parent.num_children += 1
+            if not parent.newest.startswith(content):
+                parent.newest = content
             if self.by_hash.setdefault(digest, node) is not node:
                 self.collided[content] = node
         return node
@@ -136,9 +186,19 @@ class PrefixTree:
         node.blocks[place] = block_id
         self.num_attached += 1
 
+    def attach_tail(self, block_id: int, tail: Node, place: int) -> None:
+        """Let a tail have a block, which may be a node's, too, and other tails'."""
+        if tail.blocks[place] == NONE:
+            self._blocks[block_id].tails.append(tail)
+            tail.blocks[place] = block_id
+
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
         block = self._blocks[block_id]
+        while block.tails:
+            tail = block.tails.pop()
+            tail.blocks = [NONE if own == block_id else own for own in tail.blocks]
+            self.prune(tail)
         if (node := block.node) is not None:
             block.node = None
             node.blocks[block.place] = NONE
@@ -153,10 +213,11 @@ class PrefixTree:
     def cut(self, node: Node) -> None:
         """Let no lookup find a node, nor those behind it. These go when their blocks are handed out."""
         if node.parent is not None and node.is_found:
-            for block_id in node.blocks:
-                if block_id != NONE:
-                    self._blocks[block_id].node = None
-                    self.num_attached -= 1
+            if not node.is_tail:
+                for block_id in node.blocks:
+                    if block_id != NONE:
+                        self._blocks[block_id].node = None
+                        self.num_attached -= 1
             self._remove(node, node.parent)
             self.prune(node.parent)
 
@@ -168,6 +229,10 @@ class PrefixTree:
 
     def _remove(self, node: Node, parent: Node) -> None:
         node.is_found = False
+        if node.is_tail:
+            for block_id in node.blocks:
+                if block_id != NONE and node in self._blocks[block_id].tails:
+                    self._blocks[block_id].tails.remove(node)
         if self.by_hash.get(node.digest) is node:
             del self.by_hash[node.digest]
         else:
@@ -181,6 +246,7 @@ class PrefixTree:
             for block_id in node.blocks:
                 if block_id != NONE:
                     self._blocks[block_id].node = None
+                    self._blocks[block_id].tails.clear()
         self.roots.clear()
         self.num_attached = 0
         self.by_hash.clear()

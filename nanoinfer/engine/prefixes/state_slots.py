@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from nanoinfer.engine.prefixes.forks import Forks
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Node, PrefixTree
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.message import ChunkStates
+
+NodeAt = Callable[[Sequence, int], Node | None]
 
 SNAPSHOT_TOKENS = 2048  # from one snapshot of a long prompt to the next, or a little more
 MOST_SNAPSHOTS = 1 / 4  # of all slots
@@ -16,20 +19,20 @@ MOST_SNAPSHOTS = 1 / 4  # of all slots
 class StateSlots:
     """Gives each sequence a slot for its states. The other slots hold snapshots, each on a node.
 
-    A snapshot is taken where a later sequence may want to go on: at a prompt's last whole node, where prompts part, and
-    now and then in a long prompt. The least recently used one goes when a slot is needed.
+    A snapshot is taken where a later sequence may want to go on: near a prompt's end, where prompts part, and now and
+    then in a long prompt. The least recently used one goes when a slot is needed.
 
     A step reads and writes slots in no order. So a slot that the planned step uses gets no new owner in that step, and
     a snapshot that it takes is read by later steps only.
     """
 
-    def __init__(self, num_slots: int, tree: PrefixTree, prefix_size: int) -> None:
-        """prefix_size: tokens of a node"""
+    def __init__(self, num_slots: int, tree: PrefixTree, prefix_size: int, grid: int) -> None:
+        """prefix_size: tokens of a node; grid: snapshots are taken at multiples of so many"""
         self.num_slots = num_slots
-        self._tree, self._size = tree, prefix_size
+        self._tree, self._size, self._grid = tree, prefix_size, grid
         self._interval = -(-SNAPSHOT_TOKENS // prefix_size) * prefix_size
         self._most_snapshots = max(1, int(MOST_SNAPSHOTS * num_slots))
-        self._waiting = Forks(prefix_size)
+        self._waiting = Forks(self._grid)
         self._snapshots: OrderedDict[Node, None] = OrderedDict()
         self._free = list(range(num_slots))
         self._stops: dict[Sequence, set[int]] = {}  # where sequences that have slots take snapshots, beside the usual
@@ -86,7 +89,8 @@ class StateSlots:
             del self._sources[seq]
             return False
         seq.slot = slot
-        self._stops[seq] = self._waiting.remove(seq) | {num_matched, (len(seq) - 1) // self._size * self._size}
+        ends = {(len(seq) - 1) // size * size for size in (self._grid, self._size)}
+        self._stops[seq] = self._waiting.remove(seq) | {num_matched, *ends}
         return True
 
     def fork(self, other: Sequence) -> None:
@@ -95,18 +99,22 @@ class StateSlots:
         other.slot = self._find()
         self._waiting.remove(other)
 
-    def plan(self, seq: Sequence, start: int, end: int) -> ChunkStates:
-        """Return where a chunk finds its states and leaves them. Its nodes have been recorded."""
+    def plan(self, seq: Sequence, start: int, end: int, node_at: NodeAt) -> ChunkStates:
+        """Return where a chunk finds its states and leaves them. Its nodes have been recorded.
+
+        node_at: returns the node of a sequence's first tokens; None: there is none
+        """
         source = self._sources.pop(seq, seq.slot)
         if source not in (NONE, seq.slot):
             self._in_use.add(source)
         planned = ChunkStates(source, seq.slot)
-        stops = self._stops[seq]
-        node, position = seq.node, seq.num_nodes * self._size
-        while node is not None and position > start:
-            if (position in stops or position % self._interval == 0) and (slot := self._hang(node)) != NONE:
-                planned.snapshots[position] = slot
-            node, position = node.parent, position - self._size
+        regular = range(start // self._interval * self._interval + self._interval, end + 1, self._interval)
+        for position in sorted({*regular, *self._stops[seq]}, reverse=True):  # the last one is wanted most
+            if start < position <= end and (node := node_at(seq, position)) is not None:
+                if (slot := self._hang(node)) != NONE:
+                    planned.snapshots[position] = slot
+                else:
+                    self._tree.prune(node)
         return planned
 
     def give_back(self, seq: Sequence) -> None:
