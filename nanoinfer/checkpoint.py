@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ from nanoinfer.weights.sources import FileSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+log = logging.getLogger("nanoinfer")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GENERATE, POOLING = "generate", "pooling"  # what the option runner may ask for
@@ -95,6 +99,8 @@ class Checkpoint:
     def resolve_dtype(self, dtype: str | torch.dtype, device: str) -> str:
         """Return the name of the dtype that the option asks for; raises ValueError if there is none."""
         name = check_choice("dtype", dtype_name(dtype), ["auto", *DTYPES])
+        if device == "cpu" and name == "bfloat16" and not _multiplies_bfloat16():
+            log.warning("dtype='bfloat16': this CPU has no AVX512-BF16 and no AMX, and reads prompts faster in float32")
         if name != "auto":
             return name
         if device == "cpu":
@@ -104,6 +110,12 @@ class Checkpoint:
         if name not in DTYPES:
             raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")
         return name
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16; True where nobody knows."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not is_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

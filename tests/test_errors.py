@@ -674,6 +674,17 @@ class TestConfig:
     def test_torchs_own_dtype(self) -> None:
         assert Config(BUNDLED_MODEL, dtype=torch.bfloat16).dtype == "bfloat16"
 
+    @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+    @pytest.mark.parametrize("can", [True, False])
+    def test_a_cpu_that_cannot_multiply_bfloat16_is_told_of(
+        self, can: bool, machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: can)
+        Config(BUNDLED_MODEL, device="cpu", dtype="bfloat16")
+        assert ("faster in float32" in caplog.text) == (machine == "x86_64" and not can)
+
     def test_a_cache_that_does_not_fit_the_cpus_budget(self) -> None:
         with pytest.raises(ValueError, match=r"MiB.*max_model_len=.*needs.*MiB.*num_kvcache_blocks"):
             LLM(BUNDLED_MODEL, device="cpu", kvcache_block_size=1 << 20)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.kernels.fp8 import FP8, LARGEST
+from nanoinfer.weights.formats import made
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.store import Fp8Store
 from nanoinfer.weights.formats.table import read_formats
@@ -323,3 +324,31 @@ def test_a_number_is_off_by_no_more_than_the_format_allows() -> None:
     largest = torch.cat([block.abs().max().expand(len(block)) for block in blocks])[:, None]
     assert (error <= torch.maximum(weight.abs() / 16, largest / LARGEST / 1024) * 1.001).all()
     assert len(store.scales.unique()) == len(blocks)
+
+
+@pytest.mark.parametrize("quantization", ["int8", *whole_only(["int4", "mxfp4"])])
+def test_short_memory_costs_time_alone(
+    quantization: str, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU keeps few bits as numbers of dtype, or makes these for each product; changed weights count with both."""
+
+    def logprobs(is_short: bool) -> list[list[float]]:
+        monkeypatch.setattr(made, "total_bytes", lambda: 2**60 if is_short else 0)
+        made._tell.cache_clear()
+        llm = make_llm(BUNDLED_MODEL, **OPTIONS, quantization=quantization)
+        found = [told_by(llm)]
+        weights, name = load_file(Path(BUNDLED_MODEL) / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+        llm.update_weights({**weights, name: weights[name].flip(0)}.items())
+        return [*found, told_by(llm)]
+
+    def told_by(llm: LLM) -> list[float]:
+        outputs = llm.generate(PROMPTS, greedy(2, logprobs=0, ignore_eos=True), use_tqdm=False)
+        return [next(iter(entry.values())) for output in outputs for entry in output.logprobs]
+
+    with caplog.at_level("INFO", "nanoinfer"):
+        ours, theirs = logprobs(is_short=False), logprobs(is_short=True)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(other, abs=1e-4)
+    assert ours[0] != pytest.approx(ours[1], abs=1e-2)
+    assert "keeps weights of few bits in float32" in caplog.text
+    assert "memory is too short" in caplog.text

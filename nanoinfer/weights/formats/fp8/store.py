@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
+from nanoinfer.weights.formats.made import Made
 from nanoinfer.weights.shards import FLOATS, NUMBERS_AT_ONCE, Section, Shard, rows_of
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class Fp8Store(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=FP8), requires_grad=False)
         shape = rows // height, in_features // width
         self.scales = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
-        self._made: object = None  # by `remember`, from the numbers as they are now
+        self._made = Made()
 
     def dense(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """Return some rows of the matrix in another dtype; the first and the last one are those of whole blocks."""
@@ -52,13 +53,7 @@ class Fp8Store(nn.Module):
 
     def remember(self, make: Callable[[], T]) -> T:
         """Return what `make` makes of the matrix, and make it anew only once the matrix has changed."""
-        if self._made is None:
-            self._made = make()
-        return cast(T, self._made)
-
-    def forget(self) -> None:
-        """Forget what was made of the matrix: it is about to change."""
-        self._made = None
+        return self._made.of((self.weight, self.scales), make)
 
     @property
     def parts(self) -> list[Fp8Rows]:
@@ -171,7 +166,6 @@ class Fp8Rows:
 
     def copy_(self, values: Tensor) -> None:
         """Write all of these rows, from any device. What is not FP8 is quantized, and gets scales of its own."""
-        self.store.forget()
         if values.dtype == FP8:
             self._write(values)
             return
@@ -255,7 +249,6 @@ class Fp8Scales:
 
     def copy_(self, values: Tensor) -> None:
         """Write all of these scales, from any device and dtype."""
-        self.store.forget()
         blocks = values.float().reshape(self.shape if self.dims == 2 else (1, 1)).to(self.scales.device)
         rows, columns = self.rows.to(blocks.device), self.columns.to(blocks.device)
         self.scales.copy_(blocks[rows][:, columns])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,10 @@ from nanoinfer.kernels.groups import (
 )
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
+from nanoinfer.weights.formats.made import Made, may_keep
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Section, rows_of
+
+T = TypeVar("T")
 
 
 class GroupStore(nn.Module):
@@ -51,6 +56,8 @@ class GroupStore(nn.Module):
         self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
         self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
+        self._made = Made()
+        self._keeps: bool | None = None  # what is made; None: nobody has asked for it
 
     @property
     def bits(self) -> int:
@@ -71,6 +78,16 @@ class GroupStore(nn.Module):
             return torch.empty_like(dense).index_copy_(1, self.order.columns.long(), dense)
         of_sections = zip(rows_of(self.sections), self.order.groups, strict=True)
         return torch.cat([dequantize_reference(self._one_by_one(rows, groups), dtype) for rows, groups in of_sections])
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether the CPU keeps the matrix in another dtype, too: it does if memory allows it at the first call."""
+        if self._keeps is None:
+            self._keeps = not self.words.is_cuda and may_keep((len(self.words), self.in_features), dtype)
+        return self._keeps
+
+    def remember(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes of the matrix, and make it anew only once the matrix has changed."""
+        return self._made.of((self.words, self.scales, self.zeros, self.factors), make)
 
     @property
     def _all(self) -> GroupWeight:

@@ -1,0 +1,54 @@
+"""Made: what a CPU makes of a stored matrix once, since it multiplies numbers of the model's dtype the fastest."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from nanoinfer.process.host_memory import free_bytes, total_bytes
+
+T = TypeVar("T")
+
+log = logging.getLogger("nanoinfer")
+
+LEAST_FREE = 1 / 4  # of the host's memory stays free
+
+
+class Made:
+    """Keeps what was made of some tensors until these change."""
+
+    def __init__(self) -> None:
+        self._made: object = None
+        self._versions: list[int] = []
+
+    def of(self, tensors: Iterable[Tensor | None], make: Callable[[], T]) -> T:
+        """Return what `make` makes of the tensors, and make it anew only once they have changed."""
+        versions = [tensor._version for tensor in tensors if tensor is not None]  # how often each was written
+        if self._versions != versions:
+            self._made = None  # first, as both may not fit
+            self._made, self._versions = make(), versions
+        return cast(T, self._made)
+
+
+def may_keep(shape: torch.Size | tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether the host has room for a matrix in another dtype, which stays beside the stored one."""
+    needed = shape[0] * shape[1] * dtype.itemsize
+    keeps = free_bytes() - needed > LEAST_FREE * total_bytes()
+    _tell(dtype, keeps)
+    return keeps
+
+
+@functools.cache
+def _tell(dtype: torch.dtype, keeps: bool) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if keeps:
+        log.info("the CPU keeps weights of few bits in %s, too, which it multiplies the fastest", name)
+    else:
+        log.warning(
+            "memory is too short to keep weights of few bits in %s, too: products take up to 3 times as long", name
+        )
