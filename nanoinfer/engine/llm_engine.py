@@ -157,7 +157,7 @@ class LLMEngine(EngineClient):
                 done = self.in_flight.popleft()
                 result = self._read_back(done)
                 done.busy += self._busy_clock() - before
-                self._note_host(done)
+                self._note_time(done)
             reading = self._busy_clock() - before
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided, partial(self._read_guesses, launched))
@@ -169,11 +169,14 @@ class LLMEngine(EngineClient):
         """Return the time on a clock that stands still while the host waits for the device."""
         return time.perf_counter() - self.ranks.waited
 
-    def _note_host(self, done: InFlight) -> None:
-        """Tell how long the host was busy for a step with guided rows, reading it back included."""
-        # Peers plan alike, and their clocks differ. On the CPU, the host is the device.
+    def _note_time(self, done: InFlight) -> None:
+        """Tell how long a step took, or how long the host was busy for its guided rows, reading it back included."""
         speculation = self.scheduler.speculation
-        if done.guided and speculation is not None and self.ranks.peers is None and self.config.device == "cuda":
+        if speculation is None or self.ranks.peers is not None:  # peers plan alike, and their clocks differ
+            return
+        if self.config.device == "cpu":  # the host is the device
+            speculation.note_time(done.step, done.result.seconds)
+        elif done.guided:
             speculation.note_host(done.step, len(done.guided), done.busy)
 
     def _look_ahead(self, beside_decode: bool) -> None:

@@ -15,6 +15,7 @@ SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
 BUSY_STEPS = 5  # of a size, of which the median counts: two of these may have compiled something
+TOOK_STEPS = 5  # of a size, of which the fastest counts
 FORGOTTEN = 512  # steps behind which one of these counts no more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
@@ -37,7 +38,8 @@ class Budget:
     """Chooses the sizes of decode steps by the tokens that each is expected to give in its time.
 
     It knows a table of times and what guesses have brought, not the clock: ranks that plan each for itself choose
-    alike, if they have the same table. A host that plans for all ranks also says how long it is busy for guided rows.
+    alike, if they have the same table. A host that plans for all ranks also says how long it is busy for guided rows,
+    or if it is the device, how long steps take: then the table counts for sizes that have not run.
 
     What guesses bring, tokens for each row, is known by the places that a row has. A step also says what fewer places
     would have brought. A size with more of them is tried now and then, if it could be the best.
@@ -61,6 +63,7 @@ class Budget:
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
         self._busy: defaultdict[Size, deque[Busy]] = defaultdict(lambda: deque(maxlen=BUSY_STEPS))  # the newest steps
+        self._took: dict[Size, deque[float]] = {}  # seconds of the newest steps; a plain one's rows are its own
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
@@ -90,6 +93,8 @@ class Budget:
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
         most = {guesses: num_rows + min(guesses, self._max_guesses * num_rows) for guesses in options}
         others = [guesses for guesses in options if guesses > best and most[guesses] / times[guesses] > rates[best]]
+        if best and 0 in rates and self._took and (num_rows, 0) not in self._took:
+            others.append(0)  # the table may be wrong, and only a plain step can tell
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
             lost = times[other] / times[best] - 1
@@ -117,6 +122,12 @@ class Budget:
         if self._options_of(num_rows):
             self._busy[self._size(num_rows, guesses)].append(Busy(self._num_steps, num_guided, seconds))
 
+    def note_time(self, guesses: int, num_rows: int, seconds: float) -> None:
+        """Learn how long a step has taken; guesses: 0 for a plain one."""
+        if self._options_of(num_rows):
+            size = self._size(num_rows, guesses) if guesses else (num_rows, 0)
+            self._took.setdefault(size, deque(maxlen=TOOK_STEPS)).append(seconds)
+
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
         is_old = self._num_steps - self._noted.get(places, 0) >= TRY_EVERY
@@ -131,9 +142,17 @@ class Budget:
         return min(self._max_guesses, guesses // num_rows)
 
     def _time(self, num_rows: int, guesses: int) -> float:
-        if guesses == 0:
-            return self._plain_times[num_rows]
-        return self._times[self._size(num_rows, guesses)]
+        size = self._size(num_rows, guesses) if guesses else (num_rows, 0)
+        if size in self._took:
+            return min(self._took[size])
+        known = [own for own in self._took if bool(own[1]) == bool(guesses)]
+        if not known:
+            return self._in_table(size)
+        nearest = min(known, key=lambda own: (abs(own[0] - size[0]), abs(own[1] - size[1])))
+        return self._in_table(size) * min(self._took[nearest]) / self._in_table(nearest)  # as wrong as for that one
+
+    def _in_table(self, size: Size) -> float:
+        return self._times[size] if size[1] else self._plain_times[size[0]]
 
     def _size(self, num_rows: int, guesses: int) -> Size:
         return self._rows[bisect_left(self._rows, num_rows)], guesses

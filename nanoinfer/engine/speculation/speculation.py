@@ -76,3 +76,8 @@ class Speculation:
         """Learn how long the host was busy for a step with guided rows."""
         if isinstance(step, DecodeStep):
             self.budget.note_host(step.guesses, len(step.seqs), num_guided, seconds)
+
+    def note_time(self, step: Step, seconds: float) -> None:
+        """Learn how long a decode step has taken."""
+        if isinstance(step, DecodeStep):
+            self.budget.note_time(step.guesses, len(step.seqs), seconds)
