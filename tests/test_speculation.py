@@ -319,12 +319,14 @@ class TestBudget:
                 own.note(chosen[-1], [int(share * chosen[-1])])
         assert chosen[200:].count(4 if share else 0) > 180
 
-    def test_the_fastest_of_the_newest_steps_counts(self) -> None:
+    def test_the_newest_steps_count_but_for_the_slowest(self) -> None:
         own = budget(may_decline=True)
-        for seconds in (0.5, 9.0, 3.0, 9.0, 2.0, 9.0):
+        own.note_time(0, 1, 3.0)
+        assert own._time(1, 0) == 3.0
+        for seconds in (0.5, 9.0, *[2.0, 4.0] * 3, 9.0):
             own.note_time(0, 1, seconds)
         own.note_time(2, 9, 0.1)  # more rows than steps that verify have
-        assert own._time(1, 0) == 2.0
+        assert own._time(1, 0) == (9.0 + 3 * 2.0 + 3 * 4.0) / 7
 
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0

@@ -15,7 +15,7 @@ SPENT = 0.003  # of the time of all steps, for trials
 TRY_EVERY, TRY_WITHIN = 32, 64  # steps from one trial to the next, at least and at most
 MOST_HELD = 0.8  # of a row's places: then more would have brought more
 BUSY_STEPS = 5  # of a size, of which the median counts: two of these may have compiled something
-TOOK_STEPS = 5  # of a size, of which the fastest counts
+TOOK_STEPS = 8  # of a size, whose mean counts without the slowest: where a row has no guess, a step takes less
 FORGOTTEN = 512  # steps behind which one of these counts no more
 NEWEST = 1 / 8  # the weight of the newest step in what guesses have brought lately
 
@@ -144,12 +144,17 @@ class Budget:
     def _time(self, num_rows: int, guesses: int) -> float:
         size = self._size(num_rows, guesses) if guesses else (num_rows, 0)
         if size in self._took:
-            return min(self._took[size])
+            return self._mean(size)
         known = [own for own in self._took if bool(own[1]) == bool(guesses)]
         if not known:
             return self._in_table(size)
         nearest = min(known, key=lambda own: (abs(own[0] - size[0]), abs(own[1] - size[1])))
-        return self._in_table(size) * min(self._took[nearest]) / self._in_table(nearest)  # as wrong as for that one
+        return self._in_table(size) * self._mean(nearest) / self._in_table(nearest)  # as wrong as for that one
+
+    def _mean(self, size: Size) -> float:
+        took = sorted(self._took[size])
+        counted = took[:-1] or took
+        return sum(counted) / len(counted)
 
     def _in_table(self, size: Size) -> float:
         return self._times[size] if size[1] else self._plain_times[size[0]]
