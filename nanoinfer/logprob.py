@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 MINUS_INFINITY = float("-inf")
 
-Decode = Callable[[list[int]], str]
+
+class Decode(Protocol):
+    """Makes text of tokens, and bytes of one."""
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token."""
 
 
 class LogProb(float):
-    """A token's log-probability: a float with these attributes, which are vLLM's.
+    """A token's log-probability: a float with these attributes, of which all but the last are vLLM's.
 
     logprob: the log-probability itself
     rank: one more than the number of likelier tokens; equally likely tokens share a rank
     decoded_token: what this token adds to a text, spaces and special tokens included; None without a tokenizer, and
         with detokenize=False
+    decoded_bytes: the same in UTF-8. A token may be a part of a character: those of a text's tokens, one after the
+        other, are the text
     """
 
-    __slots__ = ("_decode", "_token", "rank")
+    __slots__ = ("_bytes", "_decode", "_token", "rank")
 
     rank: int
     _token: Any
     _decode: Decode | None
+    _bytes: bytes | None
 
-    def __new__(cls, value: float, rank: int, token: int | str | None = None, decode: Decode | None = None) -> LogProb:
-        """token: the token's text; or its id, from which `decode` makes the text when somebody asks for it."""
+    def __new__(
+        cls,
+        value: float,
+        rank: int,
+        token: int | str | None = None,
+        decode: Decode | None = None,
+        decoded_bytes: bytes | None = None,
+    ) -> LogProb:
+        """token: the token's text; or its id, from which `decode` makes text and bytes when somebody asks for them."""
         self = super().__new__(cls, value)
-        self.rank, self._token, self._decode = rank, token, decode
+        self.rank, self._token, self._decode, self._bytes = rank, token, decode, decoded_bytes
         return self
 
     @property
@@ -44,8 +61,13 @@ class LogProb(float):
         """The token's text."""
         return self._token if self._decode is None else self._decode([self._token])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LogProb, (float(self), self.rank, self.decoded_token)  # the text, not the tokenizer
+    @property
+    def decoded_bytes(self) -> bytes | None:
+        """The token's bytes."""
+        return self._bytes if self._decode is None else self._decode.bytes_of(self._token)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # with the text and the bytes, not the tokenizer
+        return LogProb, (float(self), self.rank, self.decoded_token, None, self.decoded_bytes)
 
 
 class Candidates(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from nanoinfer import BUNDLED_MODEL, SamplingParams
 from nanoinfer.grammar.errors import explain
 from nanoinfer.grammar.grammar import Grammars
-from nanoinfer.requests.text.spelling import token_bytes
+from nanoinfer.requests.text.spelling import TokenDecoder
 
 MIXED = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 THEIRS = [
@@ -34,7 +34,7 @@ THEIRS = [
 @cache
 def grammars() -> Grammars:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    return Grammars(tokenizer, 2048, [2], partial(token_bytes, tokenizer, skip_special_tokens=True))
+    return Grammars(tokenizer, 2048, [2], TokenDecoder(tokenizer, skip_special_tokens=True).bytes_of)
 
 
 def compiled(form: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.grammar.grammar import Grammars, names_tokens
-from nanoinfer.requests.text.spelling import decoder, token_bytes
+from nanoinfer.requests.text.spelling import TokenDecoder
 
 SHOWN = ["<tool_call>", "</tool_call>", "\n\n"]  # added tokens, as Qwen2.5 and Gemma 3 have them
 MISREAD = "é"  # an added token that a byte-level decoder takes for a byte
@@ -96,7 +96,7 @@ def random_texts(count: int) -> list[str]:
 @cache
 def grammars_of(name: str, end: str) -> Grammars:
     tokenizer = TOKENIZERS[name]
-    spell = partial(token_bytes, tokenizer, skip_special_tokens=True)
+    spell = TokenDecoder(tokenizer, skip_special_tokens=True).bytes_of
     return Grammars(tokenizer, len(tokenizer), [tokenizer.convert_tokens_to_ids(end)], spell)
 
 
@@ -111,7 +111,7 @@ def written(name: str, form: dict[str, Any], seed: int, end: str = END) -> str:
         assert matcher.consume_token(tokens[-1]), matcher.get_error()
     ended = tokens[-1] == tokenizer.convert_tokens_to_ids(end)
     assert tokenizer.convert_tokens_to_ids(end) not in tokens[:-1]
-    return decoder(tokenizer, True)(tokens[:-1] if ended else tokens)
+    return TokenDecoder(tokenizer, True)(tokens[:-1] if ended else tokens)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -235,7 +235,7 @@ class TestTokens:
 def test_a_tokenizer_of_words_has_no_forms() -> None:
     """Its tokens are not made of bytes, so that it cannot spell any text."""
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"yes": 0, "?": 1}, unk_token="?")))
-    grammars = Grammars(words, 2, [1], partial(token_bytes, words, skip_special_tokens=True))
+    grammars = Grammars(words, 2, [1], TokenDecoder(words, skip_special_tokens=True).bytes_of)
     with pytest.raises(ValueError, match="needs a tokenizer whose decoder is ByteLevel or has ByteFallback"):
         grammars.compile({"choice": ("yes",)})
 
@@ -243,7 +243,7 @@ def test_a_tokenizer_of_words_has_no_forms() -> None:
 @pytest.mark.parametrize("grammar", ["start: /.+/", 'start: "a" | <tool_call>', "start: /.+/ | <tool_call>"])
 def test_ids_without_text_are_never_allowed(grammar: str) -> None:
     """A model may have more ids than its tokenizer, and one token is a byte that no text has."""
-    spell = partial(token_bytes, TOKENIZER, skip_special_tokens=True)
+    spell = TokenDecoder(TOKENIZER, skip_special_tokens=True).bytes_of
     without = [len(TOKENIZER), TOKENIZER.convert_tokens_to_ids(bytes_to_unicode()[255])]
     matcher, _ = Grammars(TOKENIZER, len(TOKENIZER) + 1, [EOS], spell).compile({"grammar": grammar}).matcher()
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -252,7 +252,7 @@ def test_ids_without_text_are_never_allowed(grammar: str) -> None:
 
 
 def test_where_no_token_ends_a_text_it_ends_where_nothing_can_follow() -> None:
-    spell = partial(token_bytes, TOKENIZER, skip_special_tokens=True)
+    spell = TokenDecoder(TOKENIZER, skip_special_tokens=True).bytes_of
     matcher, _ = Grammars(TOKENIZER, len(TOKENIZER), [], spell).compile({"regex": "a{1,2}"}).matcher()
     (a,) = TOKENIZER.encode("a")
     assert matcher.consume_token(a)

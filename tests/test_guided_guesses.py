@@ -29,7 +29,7 @@ from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.grammar.grammar import Grammars
-from nanoinfer.requests.text.spelling import token_bytes
+from nanoinfer.requests.text.spelling import TokenDecoder
 from nanoinfer.runner.drafting import verifier
 from nanoinfer.runner.logits.lines import StepLines
 
@@ -59,7 +59,7 @@ PARAMS = [*GUIDED, *[replace(params, max_tokens=20, n=1) for params in COMPANY[:
 PROMPTS = ["ROMEO:\n"] * len(PARAMS)
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 VOCABULARY = TOKENIZER.get_vocab()
-SPELL = partial(token_bytes, TOKENIZER, skip_special_tokens=True)
+SPELL = TokenDecoder(TOKENIZER, skip_special_tokens=True).bytes_of
 GRAMMARS = Grammars(TOKENIZER, VOCAB, [VOCABULARY["<|im_end|>"]], SPELL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.batch.lines import read_job, read_line
 from nanoinfer.batch.results import result_row
-from nanoinfer.requests.text.spelling import decoder, is_byte, text_offsets, token_bytes
+from nanoinfer.requests.text.spelling import TokenDecoder, is_byte, text_offsets
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["▁yes", "▁no", "Answer", ":", "日本"]
@@ -79,7 +80,11 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def spelled(llm: LLM, text: str) -> dict[int, float]:
     """The bias by which the model says the only token that spells `text`."""
-    found = [token for token in range(len(llm.tokenizer)) if token_bytes(llm.tokenizer, token, False) == text.encode()]
+    found = [
+        token
+        for token in range(len(llm.tokenizer))
+        if TokenDecoder(llm.tokenizer, False).bytes_of(token) == text.encode()
+    ]
     return dict.fromkeys(found, 1000.0)
 
 
@@ -117,6 +122,19 @@ class TestBeginning:
         (output,) = llm.generate("Answer:", greedy(2, logprobs=0, logit_bias=spelled(llm, " no")), use_tqdm=False)
         assert [value.decoded_token for entry in output.logprobs for value in entry.values()] == [" no"] * 2
 
+    def test_the_bytes_of_a_texts_tokens_are_the_text(self, llm: LLM) -> None:
+        """Also of characters of which no token is whole, and from a pickle."""
+        text = " 日本 é🙂 a"
+        tokens = llm.tokenize("Answer:" + text)[len(llm.tokenize("Answer:")) :]
+        for token_id in tokens:
+            params = greedy(1, logprobs=0, logit_bias={token_id: 1000.0}, ignore_eos=True)
+            (entry,) = llm.generate("Answer:", params, use_tqdm=False)[0].logprobs
+            assert entry[token_id].decoded_bytes == TokenDecoder(llm.tokenizer, False).bytes_of(token_id)
+            assert pickle.loads(pickle.dumps(entry[token_id])).decoded_bytes == entry[token_id].decoded_bytes
+        assert b"".join(map(TokenDecoder(llm.tokenizer, False).bytes_of, tokens)).decode() == text
+        (entry,) = llm.generate("Answer:", greedy(1, logprobs=0, detokenize=False), use_tqdm=False)[0].logprobs
+        assert [value.decoded_bytes for value in entry.values()] == [None]
+
     def test_a_whole_text_begins_without_it(self, llm: LLM) -> None:
         """The tokenizer has put it there itself, where it does."""
         for text in ("yes no", "Answer: yes", "日本 a"):
@@ -129,12 +147,12 @@ class TestBytes:
     @given(text=st.text(alphabet="yes no日本é🤗\ufffda:\n", max_size=20))
     def test_those_of_all_tokens_are_the_text(self, name: str, text: str) -> None:
         tokenizer = TOKENIZERS[name]
-        own = [token_bytes(tokenizer, token, True) for token in tokenizer.encode("a" + text)]
+        own = [TokenDecoder(tokenizer, True).bytes_of(token) for token in tokenizer.encode("a" + text)]
         assert b"".join(own).removeprefix(b" ") == b"a" + text.encode()
 
     def test_special_tokens_are_spelled_where_they_are_not_left_out(self) -> None:
         for tokenizer in TOKENIZERS.values():
-            assert [token_bytes(tokenizer, END, skipped) for skipped in (True, False)] == [b"", b"</s>"]
+            assert [TokenDecoder(tokenizer, skipped).bytes_of(END) for skipped in (True, False)] == [b"", b"</s>"]
 
     @pytest.mark.parametrize("name", TOKENIZERS)
     @settings(max_examples=100, deadline=None)
@@ -144,9 +162,9 @@ class TestBytes:
         tokenizer = TOKENIZERS[name]
         known = [END, *tokenizer.encode("yes aé日🤗\n", add_special_tokens=False)]
         tokens = data.draw(st.lists(st.sampled_from(known), max_size=12))
-        text = decoder(tokenizer, True)(tokens)
+        text = TokenDecoder(tokenizer, True)(tokens)
         for token, offset in zip(tokens, text_offsets(tokenizer, tokens, True), strict=True):
-            own = decoder(tokenizer, True)([token])
+            own = TokenDecoder(tokenizer, True)([token])
             if "\ufffd" in own:
                 assert offset < len(text)
             else:
@@ -164,7 +182,7 @@ class TestBytes:
         assert any(place["token"] == "\ufffd" for place in places)
         for place, entry in zip(places, output.logprobs, strict=True):
             likely = sorted(entry, key=lambda token: -entry[token])[:3]
-            own = [list(token_bytes(llm.tokenizer, token, False)) for token in likely]
+            own = [list(TokenDecoder(llm.tokenizer, False).bytes_of(token)) for token in likely]
             assert [candidate["bytes"] for candidate in place["top_logprobs"]] == own
 
         row, output = result_of(llm, "/v1/completions", text, logprobs=0)
@@ -174,7 +192,7 @@ class TestBytes:
         for token_id, token, offset in zip(output.token_ids, told["tokens"], told["text_offset"], strict=True):
             assert offset == len(before.decode(errors="ignore"))
             assert token == "\ufffd" or text.startswith(token, offset)
-            before += token_bytes(llm.tokenizer, token_id, True)
+            before += TokenDecoder(llm.tokenizer, True).bytes_of(token_id)
         assert before == text.encode()
 
     def test_a_special_token_is_spelled_and_takes_no_place(self, llm: LLM) -> None:

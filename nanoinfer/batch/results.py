@@ -14,7 +14,7 @@ from nanoinfer.batch.lines import Job, Line, LineError, digest
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
-from nanoinfer.requests.text.spelling import text_offsets, token_bytes
+from nanoinfer.requests.text.spelling import text_offsets
 from nanoinfer.sampling_params import SamplingParams
 
 LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word; null stands for NaN
@@ -156,8 +156,8 @@ class _LogProbs:
 
     def _token(self, token_id: int, value: LogProb) -> dict[str, Any]:
         text = _text(token_id, value)
-        own = text.encode() if value.decoded_token is None else token_bytes(self._tokenizer, token_id, False)
-        return {"token": text, "logprob": _finite(value), "bytes": list(own)}
+        own = value.decoded_bytes
+        return {"token": text, "logprob": _finite(value), "bytes": list(text.encode() if own is None else own)}
 
     def of_completion(self, sample: SampleOutput) -> dict[str, Any]:
         """text_offset: the place in the text of the first character that has bytes of the token."""

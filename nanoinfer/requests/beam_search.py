@@ -27,7 +27,7 @@ from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.prompts import Prepared
-from nanoinfer.requests.text.spelling import decoder, whole_decoder
+from nanoinfer.requests.text.spelling import TokenDecoder, whole_decoder
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
@@ -220,7 +220,7 @@ class SearchesBeams(LoadsAdapters):
         hypothesis, tokenizer = found.hypothesis, self.tokenizer
         token_ids = hypothesis.token_ids
         tokens = prompt.token_ids + token_ids
-        decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
+        decode = None if tokenizer is None else TokenDecoder(tokenizer, skip_special_tokens=False)
         sequence = BeamSequence(
             tokens=tokens,
             token_ids=token_ids,

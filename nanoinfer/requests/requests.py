@@ -15,7 +15,7 @@ from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.tasks.messages import TaskProgress, TaskRunner
 from nanoinfer.requests.tasks.streamed import StreamedSample
-from nanoinfer.requests.text.spelling import decoder
+from nanoinfer.requests.text.spelling import TokenDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ class Requests:
         self.finished: list[Request] = []
         self.num_added = 0
         self._tasks, self._counters, self._seed = tasks, counters, seed
-        self._decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
+        self._decode = None if tokenizer is None else TokenDecoder(tokenizer, skip_special_tokens=False)
         self._running: dict[int, Request] = {}  # by id
         self._changed: list[StreamedSample] = []  # since the last take_changed
         self._is_settled = True  # no request is half-updated

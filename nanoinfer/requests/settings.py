@@ -13,7 +13,7 @@ from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
-from nanoinfer.requests.text.spelling import token_bytes
+from nanoinfer.requests.text.spelling import TokenDecoder
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.sampling_params import SamplingParams
 
@@ -153,7 +153,7 @@ class SettingsReader:
             raise ValueError(f"{name}: {error}") from error
 
     def _make_grammars(self, tokenizer: PreTrainedTokenizerBase) -> Grammars:
-        spell = partial(token_bytes, tokenizer, skip_special_tokens=True)
+        spell = TokenDecoder(tokenizer, skip_special_tokens=True).bytes_of
         return Grammars(tokenizer, self._config.description.vocab_size, self._config.eos_token_ids, spell)
 
 

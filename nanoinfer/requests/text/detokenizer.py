@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.requests.text.spelling import REPLACEMENT, decoder, is_byte
+from nanoinfer.requests.text.spelling import REPLACEMENT, TokenDecoder, is_byte
 from nanoinfer.requests.text.stop_strings import stop_strings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TokenWindow:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._spell = tokenizer.backend_tokenizer.id_to_token
-        self._decode = decoder(tokenizer, skip_special_tokens)
+        self._decode = TokenDecoder(tokenizer, skip_special_tokens)
         self._tokens: list[int] = []
         self._length = 0  # characters in the tokens' text
         self._num_sure = 0  # characters of that text that are sure, from its beginning
@@ -169,4 +169,4 @@ def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
 
 def decode(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:
     """Decode a sequence's whole text at once."""
-    return decoder(tokenizer, seq.params.skip_special_tokens)(text_tokens(seq))
+    return TokenDecoder(tokenizer, seq.params.skip_special_tokens)(text_tokens(seq))

@@ -28,14 +28,32 @@ def whole_decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return a function from tokens to the text that they add to a text before them.
+class TokenDecoder:
+    """Makes of tokens the text that they add to a text before them, and of a token its bytes.
 
     Many tokenizers drop the space at the beginning of a whole text. These tokens do not begin one: the space stays.
     """
-    decode = whole_decoder(tokenizer, skip_special_tokens)
-    anchor, length = _anchor(tokenizer)
-    return lambda token_ids: decode(anchor + token_ids)[length:]
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+        """skip_special_tokens: a special token adds nothing"""
+        self._tokenizer, self._decode = tokenizer, whole_decoder(tokenizer, skip_special_tokens)
+        self._before, self._length = _anchor(tokenizer)
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+        return self._decode(self._before + token_ids)[self._length :]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text in UTF-8, which may be a part of a character alone."""
+        text = self([token_id])
+        if REPLACEMENT not in text:
+            return text.encode()
+        spelled = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if is_byte(spelled):
+            return bytes([int(spelled[3:5], 16)])
+        if all(char in BYTE_OF for char in spelled):
+            return bytes(BYTE_OF[char] for char in spelled)
+        return text.encode()  # the character itself
 
 
 def _anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
@@ -49,28 +67,12 @@ def _anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
     return _anchors[tokenizer]
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, skip_special_tokens: bool) -> bytes:
-    """Return the bytes that a token adds to a text in UTF-8, which may be a part of a character alone.
-
-    skip_special_tokens: a special token adds none
-    """
-    text = decoder(tokenizer, skip_special_tokens)([token_id])
-    if REPLACEMENT not in text:
-        return text.encode()
-    spelled = str(tokenizer.convert_ids_to_tokens(token_id))
-    if is_byte(spelled):
-        return bytes([int(spelled[3:5], 16)])
-    if all(char in BYTE_OF for char in spelled):
-        return bytes(BYTE_OF[char] for char in spelled)
-    return text.encode()  # the character itself
-
-
 def text_offsets(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
     """Return for each token of a text the place of the first character that has bytes of it.
 
     A decoder with byte fallback reads a run of byte tokens as one: if one is wrong, each is a replacement character.
     """
-    pieces = [token_bytes(tokenizer, token_id, skip_special_tokens) for token_id in token_ids]
+    pieces = list(map(TokenDecoder(tokenizer, skip_special_tokens).bytes_of, token_ids))
     spelled = [str(token) for token in tokenizer.convert_ids_to_tokens(token_ids)]
     shown = [index for index, piece in enumerate(pieces) if piece]  # special tokens may be left out
     for are_bytes, indices in groupby(shown, lambda index: len(pieces[index]) == 1 and is_byte(spelled[index])):
