@@ -201,13 +201,8 @@ def test_a_product_reads_the_parameters_themselves() -> None:
     assert all(getattr(store, name) is getattr(store.weight, name) for name in ("words", "scales", "zeros", "factors"))
 
 
-@pytest.mark.parametrize("is_short", [True, False])
-def test_parts_are_cut_once(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of 128 experts would take eleven milliseconds for each token.
-
-    In act order each product has its own, if memory is too short for what the CPU else keeps.
-    """
-    monkeypatch.setattr("nanoinfer.weights.formats.groups.store.may_keep", lambda *_: not is_short)
+def test_parts_are_cut_once() -> None:
+    """A layer of 128 experts would take eleven milliseconds for each token. In act order each product has its own."""
     tensors, sizes = ExpertTensors("{}", "gate", "up", "down", ()), ExpertSizes(2, 64, 96, 0, 96)
     for name, are_kept in (("awq", True), ("gptq act order", False)):
         experts = GroupExperts(tensors, sizes, LAYOUTS[name], "a format")
@@ -217,8 +212,8 @@ def test_parts_are_cut_once(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> 
             for tensor in (*module.parameters(), *(part.g_idx for part in module.modules() if hasattr(part, "g_idx"))):
                 tensor.zero_()
             module.finish()
-        assert (experts._weights()[0][1] is experts._weights()[0][1]) == (are_kept or not is_short)
-        assert (matrix.operand() is matrix.operand()) == (are_kept or not is_short)
+        assert (experts._weights()[0][1] is experts._weights()[0][1]) == are_kept
+        assert (matrix.operand() is matrix.operand()) == are_kept
 
 
 class TestOracle:

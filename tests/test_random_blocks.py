@@ -81,6 +81,7 @@ class RandomOperations(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.waiting: list[Sequence] = []  # those that were preempted
         self.blocks: dict[int, Written | None] = {}  # None: nobody knows
+        self.settled: dict[int, Written | None] = {}  # those before the planned step
         self.slots: dict[int, Written] = {}
         self.read_slots: set[int] = set()  # slots that this step reads before it writes
         self.written_slots: set[int] = set()  # slots that it writes
@@ -100,6 +101,7 @@ class RandomOperations(RuleBasedStateMachine):
         return self.live[which % len(self.live)]
 
     def begin_step(self) -> None:
+        self.settled = dict(self.blocks)
         before = {seq: self.manager.held(seq) for seq in self.live}
         came_back = self.manager.begin_step()
         assert came_back == (before != {seq: self.manager.held(seq) for seq in self.live})
@@ -255,10 +257,9 @@ class RandomOperations(RuleBasedStateMachine):
         columns = {block_id: (group, column) for group, column, block_id in self.columns(seq)}
         for block_id, copy in copies:
             group, column = columns[copy]
-            written, first = self.blocks[block_id], column * self.layout.groups[group].block_size
+            written, first = self.settled[block_id], column * self.layout.groups[group].block_size
             assert written is not None
             assert cached // size * size <= first < cached
-            assert block_id not in self.planned or len(written.prefix) > cached
             self.blocks[copy] = written
 
     def check_hit(self, seq: Sequence, cached: int) -> None:
@@ -300,15 +301,26 @@ class RandomOperations(RuleBasedStateMachine):
             if end % size == 0:
                 if self.states is None or self.has_snapshot(nodes[-1], with_fresh):
                     return end
-            elif tail := self.tree.find(path[depth], seq.token_ids[depth * size : end].tobytes()):
-                needed = [-(-(end % size) // group.block_size) for group in self.layout.groups]
-                blocks, place = [], 0
-                for group, count in zip(self.layout.groups, needed, strict=True):
-                    blocks += tail.blocks[place : place + count]
-                    place += size // group.block_size
-                if NONE not in blocks and self.has_snapshot(tail, with_fresh):
-                    return end
+                continue
+            tail = self.tree.find(path[depth], seq.token_ids[depth * size : end].tobytes())
+            tokens = seq.token_ids[:end].tolist()
+            if tail and self.has_snapshot(tail, with_fresh) and self.is_there(tail, tokens, with_fresh):
+                return end
         return 0
+
+    def is_there(self, tail: Node, tokens: list[int], with_fresh: bool) -> bool:
+        """Whether a tail's blocks hold these tokens of a sequence. with_fresh: or the planned step fills them"""
+        begin, place = (len(tokens) - 1) // self.layout.prefix_size * self.layout.prefix_size, 0
+        for group in self.layout.groups:
+            for column in range(-(-(len(tokens) - begin) // group.block_size)):
+                block_id, last = tail.blocks[place + column], begin + (column + 1) * group.block_size
+                if block_id == NONE:
+                    return False
+                written, held = self.settled.get(block_id), tuple(tokens[:last])
+                if not with_fresh and (written is None or written.prefix[: len(held)] != held):
+                    return False
+            place += self.layout.prefix_size // group.block_size
+        return True
 
     def has_blocks(self, nodes: list[Node]) -> bool:
         """Whether a path has all blocks that the next query sees."""

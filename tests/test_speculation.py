@@ -322,11 +322,22 @@ class TestBudget:
     def test_the_newest_steps_count_but_for_the_slowest(self) -> None:
         own = budget(may_decline=True)
         own.note_time(0, 1, 3.0)
-        assert own._time(1, 0) == 3.0
+        assert own._time(1, 0) == TIMES[1, 0]  # one may have been slow
         for seconds in (0.5, 9.0, *[2.0, 4.0] * 3, 9.0):
             own.note_time(0, 1, seconds)
         own.note_time(2, 9, 0.1)  # more rows than steps that verify have
         assert own._time(1, 0) == (9.0 + 3 * 2.0 + 3 * 4.0) / 7
+        choices(own, 600)
+        assert own._time(1, 0) == TIMES[1, 0]  # that was long ago
+
+    def test_one_slow_step_does_not_end_guesses(self) -> None:
+        own, chosen = budget(may_decline=True), list[int]()
+        for step in range(600):
+            chosen.append(own.choose(1))
+            own.note_time(chosen[-1], 1, 1.0 if chosen[-1] == 0 else 7.0 if step == 0 else 1.1)
+            if chosen[-1]:
+                own.note(chosen[-1], [chosen[-1]])
+        assert chosen[200:].count(4) > 380
 
     def test_no_sizes_are_no_guesses(self) -> None:
         assert Budget([], {}, 4, may_decline=False).choose(1) == 0

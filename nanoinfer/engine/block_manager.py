@@ -304,9 +304,11 @@ class BlockManager:
         self._copies, self._copied = [], []
         for block in self.blocks:
             block.ref_count = 0
-        self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.is_known))
         if self.states is not None:
             self.states.clear()
+        for tail in [tail for block in self.blocks for tail in block.tails]:
+            self.tree.prune(tail)  # that an interrupt has left without a snapshot
+        self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.is_known))
 
     def forget_adapter(self, adapter: int, seqs: Iterable[Sequence]) -> None:
         """Let no later sequence share what has been computed so far with the adapter in a slot.

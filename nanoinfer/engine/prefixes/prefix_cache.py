@@ -135,10 +135,14 @@ class PrefixCache:
             return node
         begin = position // size * size
         tail = self.tree.child(node, seq.content(begin, position), is_tail=True)
-        for group, table, place in zip(self._groups, seq.block_tables, self._places, strict=True):
-            columns = range(begin // group.block_size, -(-position // group.block_size))
-            for index, column in enumerate(columns):
-                self.tree.attach_tail(table[column], tail, place + index)
+        if tail.snapshot == NONE or NONE in chain(*self.tail_blocks(tail, position - begin)):
+            assert self._states is not None
+            self._states.delay(tail)  # first: the planned step fills these blocks
+            blocks = [NONE] * len(tail.blocks)
+            for group, table, place in zip(self._groups, seq.block_tables, self._places, strict=True):
+                own = table[begin // group.block_size : -(-position // group.block_size)]
+                blocks[place : place + len(own)] = own
+            self.tree.attach_tail(tail, blocks)
         return tail
 
     def _follow(self, node: Node, runs: list[int], end: int) -> bool:
@@ -208,13 +212,17 @@ class PrefixCache:
             self._cut(node)
         return [block_id for node in nodes for block_id in node.blocks]
 
+    def _has_tail(self, root: Node, seq: Sequence) -> bool:
+        """Whether there is a tail of a sequence's first tokens."""
+        ends = range(self._grid, self._size, self._grid)
+        return any(self.tree.find(root, seq.content(0, end)) is not None for end in ends)
+
     def forget(self, seq: Sequence) -> None:
         """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
-        held = [table[released:] for table, released in zip(seq.block_tables, seq.num_released, strict=True)]
         node, seq.node = seq.node, None
         while node is not None:
-            if node.parent is None and self.tree.has_tails(node, chain(*held)):
-                self.tree.drop_root(node)  # others may have begun with its first tokens, which are no whole node
+            if node.parent is None and self._has_tail(node, seq):
+                self.tree.drop_root(node)  # others may have begun with its first tokens, or it with theirs
             self._cut(node)
             node = node.parent
 

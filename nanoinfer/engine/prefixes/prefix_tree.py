@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from operator import attrgetter
 
@@ -134,10 +134,6 @@ class PrefixTree:
         """Let no lookup begin at this root."""
         self.roots = {kind: own for kind, own in self.roots.items() if own is not root}
 
-    def has_tails(self, parent: Node, block_ids: Iterable[int]) -> bool:
-        """Whether one of these blocks is a tail's behind a node."""
-        return any(tail.parent is parent for block_id in block_ids for tail in self._blocks[block_id].tails)
-
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         """Return the node of these tokens behind its parent; None: there is none."""
         content = _content(parent, tokens)
@@ -186,11 +182,18 @@ class PrefixTree:
         node.blocks[place] = block_id
         self.num_attached += 1
 
-    def attach_tail(self, block_id: int, tail: Node, place: int) -> None:
-        """Let a tail have a block, which may be a node's, too, and other tails'."""
-        if tail.blocks[place] == NONE:
-            self._blocks[block_id].tails.append(tail)
-            tail.blocks[place] = block_id
+    def attach_tail(self, tail: Node, blocks: list[int]) -> None:
+        """Let a tail have these blocks in place of those that it had; they may be nodes', too, and other tails'."""
+        self._leave_blocks(tail)
+        for block_id in blocks:
+            if block_id != NONE:
+                self._blocks[block_id].tails.append(tail)
+        tail.blocks = blocks
+
+    def _leave_blocks(self, tail: Node) -> None:
+        for block_id in tail.blocks:
+            if block_id != NONE and tail in self._blocks[block_id].tails:
+                self._blocks[block_id].tails.remove(tail)
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
@@ -230,9 +233,7 @@ class PrefixTree:
     def _remove(self, node: Node, parent: Node) -> None:
         node.is_found = False
         if node.is_tail:
-            for block_id in node.blocks:
-                if block_id != NONE and node in self._blocks[block_id].tails:
-                    self._blocks[block_id].tails.remove(node)
+            self._leave_blocks(node)
         if self.by_hash.get(node.digest) is node:
             del self.by_hash[node.digest]
         else:

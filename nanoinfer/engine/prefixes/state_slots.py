@@ -72,9 +72,13 @@ class StateSlots:
         """Whether the planned step may read a node's snapshot."""
         return node.snapshot != NONE and node not in self._fresh
 
+    def delay(self, node: Node) -> None:
+        """Let no sequence go on from a node before the step behind the planned one."""
+        self._fresh.add(node)
+
     def is_fresh(self, node: Node) -> bool:
-        """Whether the planned step takes a node's snapshot."""
-        return node in self._fresh
+        """Whether the planned step takes a node's snapshot, or fills the blocks before that."""
+        return node in self._fresh and node.snapshot != NONE
 
     def take(self, seq: Sequence, prefix: Node, num_matched: int) -> bool:
         """Give a sequence a slot, if one can be had; returns whether.

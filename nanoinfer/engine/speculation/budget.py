@@ -63,7 +63,8 @@ class Budget:
         self._may_decline = may_decline
         self._gains: dict[int, float] = {}  # tokens that guesses brought, by places; both for a row
         self._busy: defaultdict[Size, deque[Busy]] = defaultdict(lambda: deque(maxlen=BUSY_STEPS))  # the newest steps
-        self._took: dict[Size, deque[float]] = {}  # seconds of the newest steps; a plain one's rows are its own
+        # Of the newest steps, their numbers and seconds; a plain one's rows are its own.
+        self._took: dict[Size, deque[tuple[int, float]]] = {}
         self._ran: dict[int, int] = {}  # the number of the step that had so many places last
         self._noted: dict[int, int] = {}  # the number of the newest step when one with so many places was read back
         self._num_steps = 0
@@ -93,7 +94,7 @@ class Budget:
         best = max(rates, key=lambda guesses: (rates[guesses], -guesses))
         most = {guesses: num_rows + min(guesses, self._max_guesses * num_rows) for guesses in options}
         others = [guesses for guesses in options if guesses > best and most[guesses] / times[guesses] > rates[best]]
-        if best and 0 in rates and self._took and (num_rows, 0) not in self._took:
+        if best and 0 in rates and self._took and not any(self._mean(size) for size in self._took if size[1] == 0):
             others.append(0)  # the table may be wrong, and only a plain step can tell
         if others:
             other = min(others, key=lambda guesses: self._ran.get(self._places(guesses, num_rows), 0))
@@ -126,7 +127,7 @@ class Budget:
         """Learn how long a step has taken; guesses: 0 for a plain one."""
         if self._options_of(num_rows):
             size = self._size(num_rows, guesses) if guesses else (num_rows, 0)
-            self._took.setdefault(size, deque(maxlen=TOOK_STEPS)).append(seconds)
+            self._took.setdefault(size, deque(maxlen=TOOK_STEPS)).append((self._num_steps, seconds))
 
     def _learn(self, places: int, gain: float) -> None:
         before = self._gains.get(places, gain)
@@ -143,18 +144,19 @@ class Budget:
 
     def _time(self, num_rows: int, guesses: int) -> float:
         size = self._size(num_rows, guesses) if guesses else (num_rows, 0)
-        if size in self._took:
-            return self._mean(size)
-        known = [own for own in self._took if bool(own[1]) == bool(guesses)]
-        if not known:
+        if (own := self._mean(size)) is not None:
+            return own
+        known = {other: mean for other in self._took if (mean := self._mean(other)) is not None}
+        alike = [other for other in known if bool(other[1]) == bool(guesses)]
+        if not alike:
             return self._in_table(size)
-        nearest = min(known, key=lambda own: (abs(own[0] - size[0]), abs(own[1] - size[1])))
-        return self._in_table(size) * self._mean(nearest) / self._in_table(nearest)  # as wrong as for that one
+        nearest = min(alike, key=lambda other: (abs(other[0] - size[0]), abs(other[1] - size[1])))
+        return self._in_table(size) * known[nearest] / self._in_table(nearest)  # as wrong as for that one
 
-    def _mean(self, size: Size) -> float:
-        took = sorted(self._took[size])
-        counted = took[:-1] or took
-        return sum(counted) / len(counted)
+    def _mean(self, size: Size) -> float | None:
+        """Return how long the newest steps of a size took; None: too few have run lately."""
+        took = sorted(seconds for step, seconds in self._took.get(size, ()) if self._num_steps - step <= FORGOTTEN)
+        return sum(took[:-1]) / (len(took) - 1) if len(took) > 1 else None
 
     def _in_table(self, size: Size) -> float:
         return self._times[size] if size[1] else self._plain_times[size[0]]

@@ -28,7 +28,7 @@ from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
 COPIES = 8  # of these logits and of their rows' tokens, while torch computes with them
-COPIES_OF_KERNELS = 2  # while our own kernels change them: so many times more rows are changed at a time
+COPIES_OF_KERNELS = 3  # while our own kernels change them, which then change more rows at a time
 
 
 class LogitsProcessors:

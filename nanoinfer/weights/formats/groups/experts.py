@@ -69,10 +69,10 @@ class GroupExperts(Experts):
     def _weights(self) -> list[Weights]:
         """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""
         stores = self.gate_up, self.down
-        if all(store.keeps(self._dtype) for store in stores):
-            return [store.remember(partial(self._for_cpu, store)) for store in stores]
         if self._is_in_parts:
             return self._parts or [self._in_parts(store) for store in stores]
+        if all(store.keeps(self._dtype) for store in stores):
+            return [store.remember(partial(self._dense, store)) for store in stores]
         weights = self._that_kernels_read()
         return list(weights) if weights else [self._dense(store) for store in stores]
 
@@ -89,17 +89,11 @@ class GroupExperts(Experts):
     def _dense(self, store: GroupStore) -> Tensor:
         return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
 
-    def _for_cpu(self, store: GroupStore) -> Weights:
-        dense = self._dense(store)
-        return [WeightInParts(one, self._cut(store)) for one in dense] if self._is_in_parts else dense
-
-    def _cut(self, store: GroupStore) -> list[tuple[int, int]]:
-        return rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
-
     def _in_parts(self, store: GroupStore) -> list[WeightInParts]:
         weight = _neighbours(store)
         each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.count)
-        return [WeightInParts(one, self._cut(store)) for one in each]
+        cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
+        return [WeightInParts(one, cut) for one in each]
 
     def _of_experts(self, weight: GroupWeight) -> GroupWeight:
         """Return a weight expert by expert, whose tensors have a dimension more."""

@@ -43,17 +43,15 @@ class GroupMatrix(Matrix):
         """Return the store, or where no kernel reads it, the matrix in the model's dtype."""
         if self._in_order is not None:
             return self._in_order
-        if self.store.keeps(self._dtype):
+        if not self._is_in_parts and self.store.keeps(self._dtype):  # parts have the same bits whatever memory there is
             return self.store.remember(self._for_cpu)
         weight = self.store.weight
         if self._is_in_parts:
             return self._in_parts(self._dense()) if weight is None else self._gathering(self._in_parts(weight))
         return self._dense() if weight is None else self._gathering(GroupLinearWeight(*weight))
 
-    def _for_cpu(self) -> Tensor | PackedWeight | WeightInParts:
+    def _for_cpu(self) -> Tensor | PackedWeight:
         dense = self.store.dense(self._dtype)
-        if self._is_in_parts:
-            return self._in_parts(dense)
         return PackedWeight(dense) if can_pack(dense) else dense
 
     def _dense(self) -> Tensor:
@@ -81,7 +79,7 @@ class GroupMatrix(Matrix):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
-        if not self.store.keeps(self._dtype) and self.store.order is None and self.store.weight is not None:
+        if self.store.order is None and self.store.weight is not None:
             self._in_order = self._in_parts(self.store.weight)  # views, which what is written later fills
 
     def finish(self) -> None:
