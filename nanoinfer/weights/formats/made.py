@@ -27,8 +27,14 @@ class Made:
         self._versions: list[int] = []
 
     def of(self, tensors: Iterable[Tensor | None], make: Callable[[], T]) -> T:
-        """Return what `make` makes of the tensors, and make it anew only once they have changed."""
-        versions = [tensor._version for tensor in tensors if tensor is not None]  # how often each was written
+        """Return what `make` makes of the tensors, and make it anew only once they have changed.
+
+        Tensors that were made in inference mode do not tell whether they have: of these it is made each time.
+        """
+        own = [tensor for tensor in tensors if tensor is not None]
+        if any(tensor.is_inference() for tensor in own):
+            return make()
+        versions = [tensor._version for tensor in own]  # how often each was written
         if self._versions != versions:
             self._made = None  # first, as both may not fit
             self._made, self._versions = make(), versions
