@@ -229,8 +229,8 @@ def usual_step(device: str, longest: int | None, widest: int) -> int:
     """Return how many tokens of prompts a step computes, if nobody limits that.
 
     longest: text of an encoder; widest: the most numbers that a layer has of a token
-    Launching a step of all-MiniLM takes an H200's host as long as the GPU takes for 50,000 tokens, and taking texts and
-    results as long as for 100,000. On a CPU, the activations of a small step stay in its caches.
+    An H200's host launches a step of all-MiniLM in the time that the GPU takes for 50,000 tokens, and has its texts to
+    look after, too. On a CPU, the activations of a small step stay in its caches.
     """
     if longest is None:
         return USUAL_STEP

@@ -116,9 +116,11 @@ class BlockManager:
         if not self.groups:
             return 0
         cached = self.prefixes.find(seq)
-        if not self._has_room(seq, cached, most_tokens) and cached.tail is not None:
+        has_room = self._has_room(seq, cached, most_tokens)
+        if not has_room and cached.tail is not None:
             cached = self.prefixes.find(seq, with_tails=False)
-        if not self._has_room(seq, cached, most_tokens):
+            has_room = self._has_room(seq, cached, most_tokens)
+        if not has_room:
             return None
         start, from_tail = cached.num_tokens, self._tail_blocks(cached)
         prefix = cached.node if cached.tail is None else cached.tail
