@@ -22,6 +22,7 @@ EXCUSED = {  # beginnings of ids of tests that may cost more, and why; at most t
     "tests/test_spmd.py": "processes of a trainer import for seconds",
     "tests/test_start.py": "processes of their own import for seconds",
     "tests/test_tensor_parallel.py::TestTwoRanks": "scripts start ranks, which import for seconds",
+    "tests/test_vllm_clients.py::test_trl": "a process of its own imports TRL and a trainer for seconds",
 }
 TICKS = os.sysconf("SC_CLK_TCK")  # of the kernel's clock in a second
 NAME = "CPU seconds"  # of a report's property

@@ -186,7 +186,7 @@ class TestRoutedExperts:
     ) -> None:
         model = build(CASES["qwen2moe"], tmp_path)
         how = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 200, "routed_experts": True, **options}
-        params = [SamplingParams(temperature=0.8, max_tokens=4 + 4 * i, n=1 + i % 2, seed=i) for i in range(4)]
+        params = [SamplingParams(temperature=0.8, max_tokens=4 + 2 * i, n=1 + i % 2, seed=i) for i in range(4)]
         plain = make_llm(str(tmp_path), **how).generate(PROMPTS, params, use_tqdm=False)
         known = [output.prompt_token_ids + sample.token_ids for output in plain for sample in output.samples]
         llm = make_llm(str(tmp_path), **how, speculation=DRAFTERS[drafter](known))
