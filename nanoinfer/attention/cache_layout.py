@@ -22,16 +22,23 @@ class Pages:
     """What a layer of attention remembers: the keys and values of `kv_heads` heads, of each token that it still sees.
 
     window: a query sees so many tokens, its own the last; None: all
+    latent: so many numbers, the first of a key, are its value, too (DeepSeek-V2, 2024); None: values have their own
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    latent: int | None = None
 
     @property
     def numbers(self) -> int:
-        """In the keys of a token, and as many in its values."""
+        """In the keys of a token; values that have their own numbers have as many."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def count(self) -> int:
+        """How many pages a layer has in a block: one of keys, and one of values unless these are in the keys."""
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,11 @@ class CacheGroup:
     def window(self) -> int | None:
         """See Pages."""
         return self.pages.window
+
+    @property
+    def pages_of_a_block(self) -> int:
+        """Of all its layers."""
+        return self.pages.count * len(self.layers)
 
     @property
     def most_blocks(self) -> int | None:
@@ -113,7 +125,8 @@ class CacheLayout:
         """The share of a block that stays empty, in the group where it is the largest."""
         if not self.groups:
             return 0.0
-        return 1 - min(2 * len(group.layers) * self._page_numbers(group) for group in self.groups) / self.block_numbers
+        used = min(group.pages_of_a_block * self._page_numbers(group) for group in self.groups)
+        return 1 - used / self.block_numbers
 
     @cached_property
     def counts(self) -> list[int]:
@@ -268,7 +281,7 @@ def lay_out(
     kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
     memory += draft
     layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}
-    packing = pack([LayerKind(len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
+    packing = pack([LayerKind(kind.count * len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
     return CacheLayout(
         groups=tuple(CacheGroup(layers[kind], kind, size) for kind, size in zip(kinds, packing.sizes, strict=True)),
         block_size=block_size,

@@ -15,9 +15,9 @@ MOST_TIMES_LARGER = 24  # a prefix than its least size, so that blocks waste lit
 
 
 class LayerKind(NamedTuple):
-    """Layers that remember alike: how many they are, and the numbers in the keys of a token in one of them."""
+    """Layers that remember alike: how many pages they have in a block, and the numbers in the keys of a token."""
 
-    num_layers: int
+    num_pages: int
     numbers: int
 
 
@@ -37,7 +37,7 @@ class BlockLayout(NamedTuple):
     def of(cls, kinds: Sequence[LayerKind], prefix_size: int, sizes: Sequence[int]) -> BlockLayout:
         """Choose the slices for some block sizes."""
         pages = [kind.numbers * size for kind, size in zip(kinds, sizes, strict=True)]
-        used = [2 * kind.num_layers * page for kind, page in zip(kinds, pages, strict=True)]
+        used = [kind.num_pages * page for kind, page in zip(kinds, pages, strict=True)]
         slice_numbers = math.lcm(*pages)
         slices = -(-max(used) // slice_numbers)
         return cls(1 - min(used) / (slices * slice_numbers), prefix_size, tuple(sizes), slice_numbers, slices)
@@ -81,7 +81,7 @@ def _choose(kinds: Sequence[LayerKind], sizes: Sequence[int], largest: int) -> l
 
     largest: the size for the kind with the least bytes a token
     """
-    numbers = [kind.num_layers * kind.numbers for kind in kinds]
+    numbers = [kind.num_pages * kind.numbers for kind in kinds]
     most = largest * min(numbers)
     return [min(sizes, key=lambda size: max(size * own / most, most / (size * own))) for own in numbers]
 

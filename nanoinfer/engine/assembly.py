@@ -54,5 +54,5 @@ def make_row_map(config: Config, ranks: Ranks, feed: ImageFeed | None) -> RowMap
 def _make_finder(config: Config) -> PrefixFinder:
     first = config.cache_layout.groups[0]
     queries = config.description.num_heads // config.tensor_parallel_size // first.pages.kv_heads  # that share a head
-    token_bytes = 2 * first.pages.numbers * config.torch_cache_dtype.itemsize
+    token_bytes = first.pages.count * first.pages.numbers * config.torch_cache_dtype.itemsize
     return PrefixFinder(first.block_size, rows_of_a_tile(queries), token_bytes)

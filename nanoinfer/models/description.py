@@ -12,6 +12,7 @@ from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.head_transform import HeadTransform
+from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.norm import RMS_NORM, NormKind
 from nanoinfer.layers.positions import PositionTable
@@ -158,6 +159,8 @@ class Description:
     result_projection, result_size: what projects the result of the last norm, to so many numbers; None: nothing does
     text_head: the modules of an encoder's classifier; None: a classifier reads the last token, by one matrix
     kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
+    latent: the sizes of latent attention, in all layers; kv_heads is the one head that the cache then has; None: layers
+        keep keys and values
     qk_norm: the norm of queries and keys, an RMSNorm; None: the model has none
     head_norms: their LayerNorms; None: the model has none
     qkv_layout: of one tensor: "stacked": all queries, then all keys, then all values; "groups": for each key head its
@@ -222,6 +225,7 @@ class Description:
     result_projection: str = ""
     result_size: int | None = None
     text_head: TextHeadNames | None = None
+    latent: LatentSizes | None = None
     qk_norm: QKNorm | None = None
     head_norms: HeadNorms | None = None
     qkv_layout: Layout = "stacked"
@@ -314,7 +318,8 @@ class Description:
                 return mixer.state(ranks)
             if heads.source is not None or self.is_encoder:
                 return None
-            return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer])
+            latent = None if self.latent is None else self.latent.latent
+            return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer], latent)
 
         return [of(layer) for layer in range(self.num_layers)]
 

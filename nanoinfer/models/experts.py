@@ -59,22 +59,33 @@ def read_corrected_experts(
     scale_field: the setting with the factor of the weights
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
+    experts = read_shared_experts(config, layers, normalised, count_field, shared_field, scale_field)
+    if experts is None:
+        return None
+    routing = replace(experts.routing, scoring="sigmoid", epsilon=1e-20)
+    routing = read_groups(config, experts.count, routing)
+    return replace(experts, routing=routing, corrected=True, float32_router=True)
+
+
+def read_shared_experts(
+    config: PretrainedConfig,
+    layers: tuple[bool, ...],
+    normalised: bool | None = None,
+    count_field: str = "n_routed_experts",
+    shared_field: str = "n_shared_experts",
+    scale_field: str = "routed_scaling_factor",
+) -> MoEConfig | None:
+    """Read experts beside those that every token uses; arguments and errors: as for read_corrected_experts."""
     experts = read_experts(config, layers, "moe_intermediate_size", normalised, count_field=count_field)
     if experts is None:
         return None
     scale = positive(scale_field, getattr(config, scale_field))
-    routing = replace(experts.routing, scoring="sigmoid", epsilon=1e-20, scale=float(scale))
-    return replace(
-        experts,
-        routing=_read_groups(config, experts.count, routing),
-        corrected=True,
-        float32_router=True,
-        shared_size=experts.size * size_of(config, shared_field),
-    )
+    routing = replace(experts.routing, scale=float(scale))
+    return replace(experts, routing=routing, shared_size=experts.size * size_of(config, shared_field))
 
 
-def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:
-    """Read n_group and topk_group, if the class of configs has them."""
+def read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:
+    """Return a routing among `count` experts with n_group and topk_group, if the class of configs has them."""
     if not hasattr(type(config), "n_group"):  # a config.json may have it nevertheless
         return routing
     groups, used = size_of(config, "n_group"), size_of(config, "topk_group")

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
+from nanoinfer.layers.latent_attention import LatentAttention
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description
-from nanoinfer.models.self_attention import SelfAttention, over_cache, within_texts
+from nanoinfer.models.self_attention import SelfAttention, over_cache, scoring_of, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
-Mixer: TypeAlias = "SelfAttention | GatedDeltaMixer | ShortConvolutionMixer"
+Mixer: TypeAlias = "SelfAttention | LatentAttention | GatedDeltaMixer | ShortConvolutionMixer"
 
 
 def make_mixer(
@@ -29,6 +30,13 @@ def make_mixer(
     sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
     if model.is_encoder:
         return SelfAttention(model, layer, within_texts(model, layer, rotary, tp), tp)
+    if model.latent is not None:
+        assert rotary is not None
+        attends = rotary, scales, scoring_of(model, layer, tp), backend
+        output = prefix + model.names.o
+        return LatentAttention(
+            f"{prefix}self_attn.", output, layer, model.latent, model.hidden_size, *attends, tp, model.formats
+        )
     if sizes is None:
         return SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
     if isinstance(sizes, GatedDelta):

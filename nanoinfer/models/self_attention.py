@@ -95,7 +95,7 @@ def over_cache(
         tp,
         source,
         kinds_of(memory).index(pages),
-        _scoring(model, layer, tp),
+        scoring_of(model, layer, tp),
         backend,
         rotary,
         scales,
@@ -119,7 +119,8 @@ def within_texts(model: Description, layer: int, rotary: RotaryEmbedding | None,
     return TextAttention(kv_heads, *scoring, rotary, both, model.value_norm)
 
 
-def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
+def scoring_of(model: Description, layer: int, tp: TensorParallel) -> Scoring:
+    """Return how a layer of a decoder scores keys."""
     heads = share_of(model.num_heads, tp.rank, tp.size)
     slopes = model.alibi[heads.start : heads.stop]
     return Scoring(

@@ -17,7 +17,7 @@ from nanoinfer.runner.start.voice import Voice
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
-from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.matrix import Derived, Matrix
 from nanoinfer.weights.shards import Table, Target, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
@@ -67,9 +67,10 @@ class WeightWriter:
 
     def finish(self) -> None:
         """Let each matrix do what its format does with what has been written."""
-        for module in self._model.modules():
-            if isinstance(module, (Matrix, Experts)):
-                module.finish()
+        for kinds in ((Matrix, Experts), Derived):
+            for module in self._model.modules():
+                if isinstance(module, kinds):
+                    module.finish()
 
     @cached_property
     def _twins(self) -> set[str]:

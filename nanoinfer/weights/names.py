@@ -22,6 +22,7 @@ OTHER_MODELS = (
     "audio_tokenizer.",
     "vision_adapter.",
     "vision_projection.",
+    "mm_projector.",
 )
 SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
 

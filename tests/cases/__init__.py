@@ -5,6 +5,7 @@ from cases.classics import CLASSICS
 from cases.corrected import CORRECTED
 from cases.dense import DENSE
 from cases.gemma4 import GEMMA4
+from cases.latent import LATENT
 from cases.multimodal import MULTIMODAL
 from cases.sparse import SPARSE
 from cases.states import STATES
@@ -17,6 +18,7 @@ CASES = {
     **SPARSE,
     **CORRECTED,
     **STATES,
+    **LATENT,
     **GEMMA4,
     **MULTIMODAL,
 }  # of several cases of a class, the last runs on two ranks too

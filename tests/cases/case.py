@@ -93,7 +93,8 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
         settings = {"text_config": settings, "vision_config": case.vision, **tied, **case.outer}
     config = AutoConfig.for_model(case.model_type, **settings)
-    auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
+    is_multimodal = case.vision is not None or case.model_type == "mistral4"  # which transformers lists there alone
+    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     # transformers' own attention would add a Falcon's biases twice.
     attention = "sdpa" if case.model_type == "falcon" else "eager"
     model = auto.from_config(config, attn_implementation=attention).float().eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cases.case import YARN, Case
 from cases.gemma4 import GEMMA4_EXPERTS, GEMMA4_SMALL, GEMMA4_UNIFIED, INPUTS, KINDS, SHARED
+from cases.latent import LATENT
 from cases.sparse import EXPERTS
 from cases.states import DELTA, DELTA_MOE
 
@@ -67,6 +68,19 @@ MULTIMODAL = {
         "mistral3",
         {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
         {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "mistral3 multimodal, latents": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "mistral4", **LATENT["mistral4"].settings, "tie_word_embeddings": False},
+        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "kimi-k2.5 multimodal": Case(
+        "Kimi_K25ForConditionalGeneration",
+        "kimi_k25",
+        {"model_type": "deepseek_v3", **LATENT["deepseek-v3"].settings, "tie_word_embeddings": False},
+        {**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+        outer={"projection_hidden_size": 32},
     ),
     "mistral3 multimodal": Case(
         "Mistral3ForConditionalGeneration",

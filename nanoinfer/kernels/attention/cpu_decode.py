@@ -187,10 +187,10 @@ def paged_decode_cpu(
 
     q: [rows, heads, head_dim]; plan: from plan_runs
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]. In memory the keys of a head are neighbours, or torch
-        copies every key
+        copies every key. Values may be shorter
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     sinks, slopes: as for paged_decode_reference
-    Returns [rows, heads, head_dim].
+    Returns [rows, heads, numbers of a value].
     """
     kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (kv_heads, -1))  # one KV head's query heads stand as its queries
@@ -213,7 +213,7 @@ def paged_decode_cpu(
     of_heads = None if sinks is None else sinks.view(kv_heads, -1)
     shares = softmax_with_sinks(padded, of_heads, dim=1).flatten(0, 1)[plan.places]
     weighted = outs * shares.unsqueeze(-1).to(outs.dtype)
-    return torch.zeros_like(grouped).index_add_(0, plan.rows, weighted).flatten(1, 2)
+    return outs.new_zeros(len(q), *outs.shape[1:]).index_add_(0, plan.rows, weighted).flatten(1, 2)
 
 
 def _attend(
@@ -221,7 +221,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q: [blocks, readers, kv_heads, group, head_dim]; k, v: [blocks, kv_heads, keys, head_dim].
 
-    Returns q's shape, the scores and the weights, keys last.
+    Returns a value for each query, the scores and the weights, keys last.
     """
     readers = q.shape[1]
     scores = scores_of(q.transpose(1, 2).flatten(2, 3), k, scale, softcap).unflatten(2, (readers, -1)).transpose(1, 2)

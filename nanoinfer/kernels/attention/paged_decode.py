@@ -50,7 +50,7 @@ def paged_decode_reference(
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
     q: [rows, heads, head_dim]; heads is a multiple of kv_heads
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; values may be shorter
     block_tables: [rows, max blocks] int32
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
     window: how many tokens the query sees, the last of its context; the others are not read. None: all
@@ -58,7 +58,7 @@ def paged_decode_reference(
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
     slopes: [heads] float32, ALiBi's of the query heads (see scores.py); None: there are none
-    Returns [rows, heads, head_dim].
+    Returns [rows, heads, numbers of a value].
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -84,7 +84,7 @@ def paged_decode_reference(
         of_heads = None if sinks is None else sinks.view(kv_heads, -1)
         alibi = None if slopes is None else Bias.of(slopes.view(kv_heads, -1), lens[..., None] - 1, positions[:, None])
         attended = explicit_attention(grouped, k, v, mask, scale, softcap, of_heads, alibi)
-    return attended.reshape(rows, heads, head_dim)
+    return attended.reshape(rows, heads, -1)
 
 
 def paged_decode_triton(

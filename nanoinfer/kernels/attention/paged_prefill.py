@@ -48,7 +48,7 @@ def paged_prefill_reference(
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
     q: [tokens, heads, head_dim], the sequences' new tokens one after another; heads is a multiple of kv_heads
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; values may be shorter
     block_tables: [seqs, max blocks] int32
     query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
     window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
@@ -57,13 +57,13 @@ def paged_prefill_reference(
     sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
     ends: [tokens] int32, for each query the place behind the last key that it sees; None: that is its own
     slopes: [heads] float32, ALiBi's of the query heads (see scores.py); None: there are none
-    Returns [tokens, heads, head_dim].
+    Returns [tokens, heads, numbers of a value].
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=q.dtype, device=q.device)
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
-        has_mask = any(part is not None for part in (window, softcap, sinks, slopes))
+        has_mask = any(part is not None for part in (window, softcap, sinks, slopes)) or v_cache.shape[3] < q.shape[2]
         step = QUERIES_AT_ONCE if has_mask else query_len
         for first in range(0, query_len, step):
             queries = min(step, query_len - first)
@@ -110,7 +110,8 @@ def _attend_causally(
 ) -> Tensor:
     """Attend from the last tokens' queries; no token lies before the first query's window.
 
-    q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape
+    q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim], values may be shorter; returns a value for each
+        query head
     bias: with the slopes of all heads; None: there is none
     mask: [queries, tokens] bool, which tokens a query sees; None: those up to its own, within the window
     """
@@ -122,8 +123,10 @@ def _attend_causally(
             of_heads = None if sinks is None else sinks.view(kv_heads, -1)
             if bias is not None:
                 bias = Bias(bias.slopes.view(kv_heads, -1), bias.distances)
-            return explicit_attention(grouped, k[None], v[None], None, scale, softcap, of_heads, bias).reshape(q.shape)
-        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
+            attended = explicit_attention(grouped, k[None], v[None], None, scale, softcap, of_heads, bias)
+        else:
+            attended = F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
+        return attended.reshape(1, heads, -1)
     if is_explicit:
         grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
         seen = _causal_mask(queries, tokens, window, q.device) if mask is None else mask
@@ -132,7 +135,7 @@ def _attend_causally(
         if bias is not None:
             bias = Bias(bias.slopes.repeat_interleave(queries).view(kv_heads, -1), bias.distances.repeat(group, 1))
         attended = explicit_attention(grouped, k, v, seen.repeat(group, 1), scale, softcap, of_queries, bias)
-        return attended.view(heads, queries, head_dim).transpose(0, 1)
+        return attended.view(heads, queries, -1).transpose(0, 1)
     if mask is None and (queries < tokens or window is not None):
         mask = _causal_mask(queries, tokens, window, q.device)
     attended = F.scaled_dot_product_attention(

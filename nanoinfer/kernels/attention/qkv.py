@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import put
+from nanoinfer.kernels.attention.rotary import finite, load_pairs, rotated, store_pairs
 from nanoinfer.kernels.fp8 import FP8, round_to_fp8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.norm import Norm
@@ -152,7 +153,7 @@ def norm_rotate_reference(
     if cos_sin is not None:
         at = positions.clamp(min=0)
         angles = cos_sin.index_select(0, at) if at.ndim == 1 else _in_sections(cos_sin, at, sections)
-        qk = _rotated(qk, angles, interleaved)
+        qk = rotated(qk, angles, interleaved)
         if query_scales is not None:
             qk[:, :heads] *= query_scales[at, None, None]
         qk = qk.to(qkv.dtype)
@@ -182,21 +183,6 @@ def _in_sections(cos_sin: Tensor, positions: Tensor, sections: Tensor | None) ->
     assert sections is not None
     columns = torch.arange(cos_sin.shape[1], device=cos_sin.device)
     return cos_sin[positions[sections.repeat(2)].T, columns]
-
-
-def _rotated(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x, [tokens, heads, head_dim], by cos_sin, [tokens, rotary_dim]; returns float32."""
-    rotary_dim = cos_sin.shape[-1]
-    turning, rest = x.float().split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    if interleaved:
-        first, second = turning[..., ::2], turning[..., 1::2]
-    else:
-        first, second = turning.chunk(2, dim=-1)
-    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
-    if interleaved:
-        return torch.cat([torch.stack(turned, dim=-1).flatten(-2), rest], dim=-1)
-    return torch.cat([*turned, rest], dim=-1)
 
 
 def norm_rotate_store_triton(
@@ -310,14 +296,14 @@ def _norm_rotate_store_kernel(
     is_k = (head >= HEADS) & (head < (HEADS if PARTS == "q" else HEADS + KV_HEADS))
     is_v = (head >= HEADS + KV_HEADS) & (head < (HEADS + 2 * KV_HEADS if PARTS == "qkv" else 0))
     if NORM == "head":
-        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, in_head)
+        q_weight1, q_weight2 = load_pairs(q_weight_ptr + at, apart, in_head)
         if PARTS == "q":
             k_weight1, k_weight2 = q_weight1, q_weight2
         else:
-            k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, in_head)
+            k_weight1, k_weight2 = load_pairs(k_weight_ptr + at, apart, in_head)
     elif NORM == "full":
-        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
-        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
+        q_weight1, q_weight2 = load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
+        k_weight1, k_weight2 = load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
     # The predecessor, a product, does not write these, so they are complete.
     slot = -1
     if PARTS != "q":
@@ -335,11 +321,11 @@ def _norm_rotate_store_kernel(
     wait_for_predecessor(EARLY)
 
     source = qkv_ptr + token * TOKEN_STRIDE + head * (2 * HALF) + at
-    first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
+    first, second = load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     value1, value2 = first, second
     if PARTS == "qkv":  # the value of each key
-        seen1, seen2 = _load_pairs(source + KV_HEADS * (2 * HALF), apart, is_k & in_head)
+        seen1, seen2 = load_pairs(source + KV_HEADS * (2 * HALF), apart, is_k & in_head)
     else:
         seen1, seen2 = first, second
     if NORM != "none":
@@ -363,12 +349,12 @@ def _norm_rotate_store_kernel(
     out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
-    _store_pairs(q_target, out1, out2, apart, is_q & in_head)
+    store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
         nothing = tl.sum(seen1 * 0.0 + seen2 * 0.0, axis=1)[:, None].to(out1.dtype)  # NaN if a number is not finite
         key1, key2 = out1 + nothing, out2 + nothing
         # Names of their own: FP8's come in another type, which a branch may not change.
-        kept1, kept2 = _finite(value1), _finite(value2)
+        kept1, kept2 = finite(value1), finite(value2)
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
             key1, key2 = _in_fp8(key1, k_scale), _in_fp8(key2, k_scale)
@@ -379,8 +365,8 @@ def _norm_rotate_store_kernel(
             v_place, has_value = k_place, is_k
         number = k_cache_ptr.dtype.element_ty
         k_target, v_target = k_cache_ptr + k_place * (2 * HALF) + at, v_cache_ptr + v_place * (2 * HALF) + at
-        _store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
-        _store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
+        store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
+        store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
 
 
 @triton.jit
@@ -390,23 +376,6 @@ def _norm(wide, scale, is_q, q_weight, k_weight, dtype: tl.constexpr, PLUS_ONE: 
         return (wide * scale * (1 + tl.where(is_q, q_weight, k_weight).to(tl.float32))).to(dtype).to(tl.float32)
     else:
         return ((wide * scale).to(dtype) * tl.where(is_q, q_weight, k_weight)).to(tl.float32)
-
-
-@triton.jit
-def _load_pairs(ptr, apart, mask):
-    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + apart, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_pairs(ptr, first, second, apart, mask):
-    tl.store(ptr, first, mask=mask)
-    tl.store(ptr + apart, second, mask=mask)
-
-
-@triton.jit
-def _finite(x):
-    """Replace infinite numbers and NaN by 0."""
-    return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
 
 
 @triton.jit

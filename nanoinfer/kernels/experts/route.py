@@ -34,6 +34,7 @@ class Routing:
     groups: the experts form so many groups of neighbours, all of one size, at least two
     used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
         (DeepSeek-V3 Technical Report, 2024)
+    by_largest: the groups with the largest scores instead (DeepSeek-V2, 2024)
     """
 
     used: int
@@ -47,6 +48,7 @@ class Routing:
     nearness: float = 0.0
     groups: int = 1
     used_groups: int = 1
+    by_largest: bool = False
 
 
 class Routes(NamedTuple):
@@ -111,7 +113,8 @@ def _mix_sparsely(wide: Tensor, routing: Routing, correction: Tensor | None) -> 
 
 def _in_used_groups(corrected: Tensor, routing: Routing) -> Tensor:
     """Return which experts are of the groups that a token uses, [tokens, experts]."""
-    sums = corrected.unflatten(1, (routing.groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
+    counted = 1 if routing.by_largest else 2
+    sums = corrected.unflatten(1, (routing.groups, -1)).topk(counted, dim=-1).values.sum(dim=-1)
     used = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.used_groups]
     is_used = torch.zeros_like(sums, dtype=torch.bool).scatter(1, used, True)
     return is_used.repeat_interleave(corrected.shape[1] // routing.groups, dim=1)
@@ -147,6 +150,7 @@ def route_triton(
         GROUPS=groups,
         GROUP_SIZE=count // groups,
         USED_GROUPS=routing.used_groups,
+        BY_LARGEST=routing.by_largest,
         BLOCK=next_power_of_2(count),
         BLOCK_USED=next_power_of_2(used),
         BLOCK_GROUPS=next_power_of_2(groups),
@@ -179,6 +183,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     USED_GROUPS: tl.constexpr,
+    BY_LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_USED: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -221,7 +226,7 @@ def _route_kernel(
         keys = _ordered(scores)
     keys = tl.where(exists, keys, HIDDEN)
     if GROUPS > 1:
-        keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BLOCK, BLOCK_GROUPS, HIDDEN)
+        keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BY_LARGEST, BLOCK, BLOCK_GROUPS, HIDDEN)
     experts = tl.zeros([BLOCK_USED], tl.int32)
     best = tl.zeros([BLOCK_USED], tl.int32)
     for i in tl.static_range(USED):
@@ -278,6 +283,7 @@ def _hide_groups(
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     USED_GROUPS: tl.constexpr,
+    BY_LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -288,9 +294,12 @@ def _hide_groups(
     for i in tl.static_range(GROUPS):
         own = tl.where(group_of == i, keys, HIDDEN)
         first = tl.max(own)
-        index = tl.min(tl.where(own == first, expert, BLOCK))
-        second = tl.max(tl.where(expert == index, HIDDEN, own))
-        sums = tl.where(group == i, _ordered(_float_of(first) + _float_of(second)), sums)
+        if BY_LARGEST:
+            sums = tl.where(group == i, first, sums)
+        else:
+            index = tl.min(tl.where(own == first, expert, BLOCK))
+            second = tl.max(tl.where(expert == index, HIDDEN, own))
+            sums = tl.where(group == i, _ordered(_float_of(first) + _float_of(second)), sums)
     is_used = expert < 0
     for _ in tl.static_range(USED_GROUPS):
         index = tl.min(tl.where(sums == tl.max(sums), group, BLOCK_GROUPS))

@@ -40,16 +40,20 @@ def describe_mistral(config: PretrainedConfig) -> Description:
 
 def describe_ministral3(config: PretrainedConfig) -> Description:
     """Describe a Ministral 3 model: a window, if any, on all layers, and larger queries beyond the original length."""
-    beta = config.rope_parameters.get("llama_4_scaling_beta")
-    scaling = None
-    if beta != 0:
-        length = read_original_length(config, config.rope_parameters)
-        scaling = QueryScaling(float(positive("llama_4_scaling_beta", beta)), length)
     return describe_common(
         config,
         windows=same_windows(config),
-        query_scaling=scaling,
+        query_scaling=read_query_scaling(config),
     )
+
+
+def read_query_scaling(config: PretrainedConfig) -> QueryScaling | None:
+    """Return how queries beyond the original length are enlarged; None: not at all."""
+    beta = config.rope_parameters.get("llama_4_scaling_beta")
+    if beta == 0:
+        return None
+    length = read_original_length(config, config.rope_parameters)
+    return QueryScaling(float(positive("llama_4_scaling_beta", beta)), length)
 
 
 def describe_mixtral(config: PretrainedConfig) -> Description:

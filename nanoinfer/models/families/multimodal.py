@@ -11,10 +11,12 @@ from nanoinfer.models.description import Description
 from nanoinfer.models.families import apertus, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
+from nanoinfer.models.families.latent import deepseek, mistral4
 from nanoinfer.models.reading import refuse_windows
 from nanoinfer.models.rope import in_sections
 from nanoinfer.models.settings import refuse
 from nanoinfer.weights.formats.table import read_formats
+from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,10 +49,15 @@ def describe_gemma4(config: PretrainedConfig) -> Description:
     return replace(model, whole_images=tuple(window is not None for window in model.windows))
 
 
+def describe_kimi(config: PretrainedConfig) -> Description:
+    """Describe a Kimi K2.5, whose images are not read; transformers saves its layers as the tower's are named."""
+    return replace(_describe_text(config, deepseek.describe_v3), spelling=Spelling(parts=((".blocks.", ".layers."),)))
+
+
 def describe_mistral3(config: PretrainedConfig) -> Description:
-    """Describe a Mistral Small 3.1 or Ministral 3 model."""
-    is_ministral = config.get_text_config().model_type == "ministral3"
-    return _describe_text(config, mistral.describe_ministral3 if is_ministral else mistral.describe_mistral)
+    """Describe a Mistral Small 3.1 or 4, or a Ministral 3 model."""
+    kinds = {"ministral3": mistral.describe_ministral3, "mistral4": mistral4.describe}
+    return _describe_text(config, kinds.get(config.get_text_config().model_type, mistral.describe_mistral))
 
 
 def describe_muse_glimmer(config: PretrainedConfig) -> Description:

@@ -21,7 +21,8 @@ BLOCKS_AT_ONCE = 4  # in a copy
 class KVCache:
     """The memory of all blocks, [slices, blocks, numbers of a slice], and the layers' keys and values in it.
 
-    layers: for each layer that has pages, its keys and its values, [pages, block_size, kv_heads, head_dim]
+    layers: for each layer that has pages, its keys and its values, [pages, block_size, kv_heads, head_dim]; of latents,
+        values are the keys' first numbers
     steps: for each group, the pages from one block to the next: block b is page b * step
     """
 
@@ -31,9 +32,11 @@ class KVCache:
         self.steps = [layout.pages_of_a_slice(group) for group in layout.groups]
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         for group in layout.groups:
+            latent = group.pages.latent
             for index, layer in enumerate(group.layers):
-                keys, values = (self._view(group, page, by_head) for page in (index, len(group.layers) + index))
-                self.layers[layer] = keys, values
+                keys = self._view(group, index, by_head)
+                own = self._view(group, len(group.layers) + index, by_head) if latent is None else keys[..., :latent]
+                self.layers[layer] = keys, own
 
     def _view(self, group: CacheGroup, page: int, by_head: bool) -> Tensor:
         """View one page of all blocks, and those between."""

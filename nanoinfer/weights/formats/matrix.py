@@ -62,6 +62,14 @@ class Product(ABC):
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
 
 
+class Derived(nn.Module, ABC):
+    """What is made of matrices."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make it once the matrices' tensors have been written, and they are finished: as for Matrix.finish."""
+
+
 class Matrix(LinearMap, Product):
     """A weight, [out_features, in_features], and if wanted a bias, [out_features]: this rank's rows and columns.
 

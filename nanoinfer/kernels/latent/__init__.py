@@ -1,0 +1,1 @@
+"""What attention over latents has of its own: their keys' way into the cache."""

@@ -1,0 +1,219 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): the keys and values of all heads are made of one latent a token.
+
+The cache keeps the latents, and the part of a key that is rotated, which all heads share. There are two forms. Where
+few queries meet a latent, as in decode steps, they go through the matrix of the keys, and meet the latents themselves;
+what they find goes through the matrix of the values. Of prompts, keys and values of each head are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.kernels.latent.store import rotate_and_store
+from nanoinfer.kernels.norm.norm import normalize
+from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
+from nanoinfer.layers.norm import Joint, NormLayer
+from nanoinfer.layers.rotary import RotaryEmbedding
+from nanoinfer.parallel.shares import share_of
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.formats.formats import Formats
+from nanoinfer.weights.formats.matrix import Derived
+from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.shards import Section, Shard
+
+MADE_AT_ONCE = 1 << 26  # numbers of keys and values that are made of latents
+NORM_EPS = 1e-6  # whatever other norms add
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of a model's latent attention.
+
+    heads: of queries
+    latent: numbers in a token's latent
+    plain, turning: numbers of a head's query, and of its key, that are not rotated, and that are
+    value: numbers in a head's value
+    query_latent: numbers in the latent of which all heads' queries are made; None: they have none
+    has_biases: the projections to latents, and the one of the result, have biases
+    """
+
+    heads: int
+    latent: int
+    plain: int
+    turning: int
+    value: int
+    query_latent: int | None = None
+    has_biases: bool = False
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.latent + self.turning
+
+    @property
+    def weights(self) -> int:
+        """Numbers in a layer's matrices but the one of the results, beside hidden_size: see `projected`."""
+        queries = self.heads * (self.plain + self.turning)
+        own = 0 if self.query_latent is None else self.query_latent * queries
+        return own + self.latent * self.heads * (self.plain + self.value)
+
+    @property
+    def projected(self) -> int:
+        """How many numbers of a token the projections of the hidden state give, and that of the results takes."""
+        queries = self.heads * (self.plain + self.turning) if self.query_latent is None else self.query_latent
+        return queries + self.cached + self.heads * self.value
+
+
+class LatentAttention(nn.Module):
+    """The layer: each rank has a share of the heads, and all latents."""
+
+    def __init__(
+        self,
+        prefix: str,
+        output: str,
+        layer: int,
+        sizes: LatentSizes,
+        hidden_size: int,
+        rotary: RotaryEmbedding,
+        query_scales: Tensor | None,
+        scoring: Scoring,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        formats: Formats,
+    ) -> None:
+        """prefix: the module in the checkpoint, with a dot; output: the name of the results' projection
+
+        layer: its number, here and in the KV cache; query_scales: [positions] float32, see rotate_and_store
+        """
+        super().__init__()
+        self.layer, self.sizes, self.rotary, self.query_scales = layer, sizes, rotary, query_scales
+        self.scoring, self.backend = scoring, backend
+        head = sizes.plain + sizes.turning
+        kv = Projection(f"{prefix}kv_a_proj_with_mqa", 1, sizes.cached, 0, sizes.cached, sizes.cached)
+        latents, rows = [kv], sizes.heads * head  # of a single unit, each rank has the whole
+        if sizes.query_latent is not None:
+            own = (sizes.query_latent,) * 2
+            latents = [Projection(f"{prefix}q_a_proj", 1, own[0], 0, *own), kv]
+        self.latent_proj = ColumnParallelLinear(latents, hidden_size, tp, sizes.has_biases, formats)
+        name, inputs = ("q_proj", hidden_size) if sizes.query_latent is None else ("q_b_proj", sizes.query_latent)
+        queries = Projection(f"{prefix}{name}", sizes.heads, head, 0, head, rows)
+        self.q_proj = ColumnParallelLinear([queries], inputs, tp, formats=formats)
+        self.q_norm = None
+        if sizes.query_latent is not None:
+            self.q_norm = NormLayer(f"{prefix}q_a_layernorm", sizes.query_latent, NORM_EPS)
+        self.kv_norm = NormLayer(f"{prefix}kv_a_layernorm", sizes.latent, NORM_EPS)
+        self.maker = KeysAndValues(f"{prefix}kv_b_proj", sizes, tp, formats)
+        how = tp, sizes.has_biases, formats
+        self.o_proj = RowParallelLinear(output, sizes.heads * sizes.value, hidden_size, *how, unit=sizes.value)
+
+    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
+        q, kv, residual = self._project(x, residual, joint, context)
+        (cache, _), group, rotary = context.layers[self.layer], context.groups[0], self.rotary
+        how = rotary.cos_sin, rotary.interleaved, self.query_scales, context.rotary_rows
+        rotate_and_store(q, kv, self.kv_norm.norm, *how, cache, group.slot_mapping)
+        if context.prefill is None:
+            heads = self._meet_latents(q, context)
+        else:
+            if group.plan is None:
+                group.plan = plan_prefill(context, group, cache.shape[1], self.backend)
+            if isinstance(group.plan, Context):
+                heads = self._meet_latents(q, group.plan)
+            else:
+                heads = torch.empty((len(q), q.shape[1], self.sizes.value), dtype=q.dtype, device=q.device)
+                for part in group.plan:
+                    self._meet_keys(q[part.tokens], cache, part, heads[part.tokens])
+        return self.o_proj(heads.flatten(1), adapters=context.adapters), residual
+
+    def _project(
+        self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, [tokens, heads, head_dim]; latents and shared keys, [tokens, cached]; and the stream."""
+        if self.q_norm is None:
+            joined, residual = joint(x, residual)
+            kv = self.latent_proj.project(joined, adapters=context.adapters)
+        else:
+            both, residual = self.latent_proj(x, residual, joint, adapters=context.adapters)
+            own, kv = both.split([self.q_norm.size, self.sizes.cached], dim=-1)
+            joined = normalize(own.contiguous(), self.q_norm.norm)
+        q = self.q_proj.project(joined, adapters=context.adapters)
+        return q.unflatten(-1, (-1, self.sizes.plain + self.sizes.turning)), kv, residual
+
+    def _meet_latents(self, q: Tensor, context: Context) -> Tensor:
+        """Attend as the rows of a decode step; returns [rows, heads, numbers of a value]."""
+        keys, values = self.maker.by_head
+        plain, turning = q.split([self.sizes.plain, self.sizes.turning], dim=-1)
+        queries = torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), turning], dim=-1)
+        cached = context.layers[self.layer]
+        found = self.backend.decode(queries, *cached, context, context.groups[0], self.scoring)
+        return (found.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
+
+    def _meet_keys(self, q: Tensor, cache: Tensor, part: Made, out: Tensor) -> None:
+        """Make keys and values of some sequences' latents, for a few heads at a time, and attend to them.
+
+        q: [tokens, heads, head_dim], of these sequences; out: [tokens, heads, numbers of a value]
+        """
+        sizes, latents = self.sizes, cache[part.pages].squeeze(2)  # [pages, block_size, cached]
+        numbers = latents.shape[0] * latents.shape[1] * (2 * sizes.plain + sizes.turning + 2 * sizes.value)
+        some = max(1, MADE_AT_ONCE // numbers)
+        for first in range(0, q.shape[1], some):
+            heads = slice(first, first + some)
+            keys, values = self.maker.make(latents, heads)
+            out[:, heads] = self.backend.prefill(q[:, heads], keys, values, part.context, part.group, self.scoring)
+
+
+class KeysAndValues(Derived):
+    """The matrix that makes a rank's keys and values of latents, [heads, plain + value, latent], in the model's dtype.
+
+    A stored matrix of few bits stays beside it.
+    """
+
+    def __init__(self, name: str, sizes: LatentSizes, tp: TensorParallel, formats: Formats) -> None:
+        super().__init__()
+        self.sizes = sizes
+        rows = sizes.plain + sizes.value
+        share = share_of(sizes.heads * rows, tp.rank, tp.size, rows)
+        self.section = Section(name, len(share), (sizes.heads * rows, sizes.latent), share.start)
+        self.weight = nn.Parameter(torch.empty(len(share), sizes.latent), requires_grad=False)
+        is_plain = formats.of(name) == PLAIN
+        self.stored = None if is_plain else formats.make_matrix([self.section], sizes.latent, False)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the weight's shard, unless it is made of what is stored."""
+        if self.stored is None:
+            yield Shard(f"{self.section.name}.weight", self.weight, self.section.shape, self.section.start)
+
+    def finish(self) -> None:
+        """Make the weight of what is stored: its product with each unit vector is a column."""
+        if self.stored is not None:
+            unit = torch.eye(self.sizes.latent, dtype=self.weight.dtype, device=self.weight.device)
+            self.weight.copy_(self.stored.beside(None).product(unit).T)
+
+    @property
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """The matrices of the keys, [heads, plain, latent], and of the values, [heads, value, latent]."""
+        keys, values = self._weights.split([self.sizes.plain, self.sizes.value], dim=1)
+        return keys, values
+
+    def make(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return keys, [pages, block_size, heads, head_dim], and values, of what the cache has of tokens.
+
+        latents: [pages, block_size, latent + turning]
+        """
+        sizes = self.sizes
+        own, turning = latents.split([sizes.latent, sizes.turning], dim=-1)
+        made = (own @ self._weights[heads].flatten(0, 1).T).unflatten(-1, (-1, sizes.plain + sizes.value))
+        plain, values = made.split([sizes.plain, sizes.value], dim=-1)
+        shared = turning.unsqueeze(2).expand(*plain.shape[:3], -1)
+        return torch.cat([plain, shared], dim=-1), values.contiguous()
+
+    @property
+    def _weights(self) -> Tensor:
+        return self.weight.unflatten(0, (-1, self.sizes.plain + self.sizes.value))

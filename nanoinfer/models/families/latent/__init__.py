@@ -1,0 +1,1 @@
+"""Families whose cache has one latent a token for all heads."""
