@@ -182,7 +182,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
 
     def renamed(key: str) -> str:
         if any(part in key for part in ("vision", "visual", "projector", "audio")):
-            return f"model.{key}" if is_old else key.removeprefix("model.")
+            return key.removeprefix("model.") if key.startswith("model.") else f"model.{key}"
         if is_old:
             key = key.removeprefix("language_model.")
             return key if key.startswith("lm_head") else key.replace("model.", "model.language_model.", 1)

@@ -89,10 +89,13 @@ def block_unit(name: str, block_size: int, head_dim: int) -> int:
     return math.gcd(block_size, 64 if head_dim > 128 else 128)
 
 
-def make_backend(name: str, layout: CacheLayout, in_order: bool = False) -> AttentionBackend:
+def make_backend(
+    name: str, layout: CacheLayout, in_order: bool = False, latent_heads: int | None = None
+) -> AttentionBackend:
     """Create the backend of one of the names in BACKENDS; imports only what that backend needs.
 
     layout: of the KV cache
+    latent_heads: how many query heads of this rank see one latent; None: the cache has keys and values
     in_order: of "triton", the one that gives a token the same bits in any company
     """
     if in_order:
@@ -107,7 +110,7 @@ def make_backend(name: str, layout: CacheLayout, in_order: bool = False) -> Atte
     if name == "triton":
         from nanoinfer.attention.triton_backend import TritonBackend
 
-        return TritonBackend(layout)
+        return TritonBackend(layout, latent_heads)
     from nanoinfer.attention.torch_backend import TorchBackend
 
     return TorchBackend(layout)

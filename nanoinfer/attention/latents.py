@@ -33,7 +33,9 @@ class Made:
     group: GroupContext
 
 
-def plan_prefill(context: Context, group: GroupContext, block_size: int, backend: AttentionBackend) -> Context | list[Made]:
+def plan_prefill(
+    context: Context, group: GroupContext, block_size: int, backend: AttentionBackend
+) -> Context | list[Made]:
     """Return how the sequences of a prefill step attend: as the rows of this decode step, or in these parts.
 
     group: of latents, whose blocks have block_size tokens

@@ -20,8 +20,9 @@ from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 class TritonBackend:
     """The AttentionBackend that runs our Triton kernels."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self.groups = layout.groups
+    def __init__(self, layout: CacheLayout, latent_heads: int | None = None) -> None:
+        """latent_heads: as for plan_decode"""
+        self.groups, self.latent_heads = layout.groups, latent_heads
 
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
@@ -32,7 +33,12 @@ class TritonBackend:
                 bundles = _bundle(context.context_lens, context.guesses, k_cache, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
             own.plan = plan_decode(
-                context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
+                context.context_lens,
+                k_cache,
+                window=group.window,
+                prefixes=prefixes,
+                bundles=bundles,
+                latent_heads=self.latent_heads,
             )
             prefixes = None  # the first group's alone
 

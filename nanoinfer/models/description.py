@@ -309,6 +309,10 @@ class Description:
         """The numbers in a head, in the layer where they are the most."""
         return max(heads.dim for heads in self.attending)
 
+    def latent_heads(self, ranks: int) -> int | None:
+        """Return how many query heads see one latent, on one of so many ranks; None: no layer has latents."""
+        return None if self.latent is None else self.num_heads // ranks
+
     def memory(self, ranks: int) -> list[Memory | None]:
         """Return what each layer remembers of the past, on one of so many ranks; None: nothing of its own."""
 

@@ -107,7 +107,8 @@ class ModelRunner:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         layout = config.cache_layout.part(range(model.num_layers))
-        self.backend = make_backend(config.attention_backend, layout, config.is_in_order)
+        latent_heads = model.latent_heads(self.tp.size)
+        self.backend = make_backend(config.attention_backend, layout, config.is_in_order, latent_heads)
         most = max(config.max_num_batched_tokens, config.max_num_seqs, most_tokens(self.verify_sizes))
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most, self.has_host)
         self.holdings.load(self._voice)

@@ -58,7 +58,9 @@ LATENT = {
         },
     ),
     "deepseek-v3 halves": Case(
-        "DeepseekV3ForCausalLM", "deepseek_v3", {**V2, **NO_GROUPS, "rope_interleave": False, "num_nextn_predict_layers": 0}
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {**V2, **NO_GROUPS, "rope_interleave": False, "num_nextn_predict_layers": 0},
     ),
     "deepseek-v3": Case("DeepseekV3ForCausalLM", "deepseek_v3", {**V2, **GROUPS}),
     "glm4moelite": Case(
@@ -67,7 +69,9 @@ LATENT = {
         {**SIZES, **EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
     "minicpm3 longrope": Case(
-        "MiniCPM3ForCausalLM", "minicpm3", {**SIZES, "scale_depth": None, "dim_model_base": None, "rope_parameters": LONGROPE}
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        {**SIZES, "scale_depth": None, "dim_model_base": None, "rope_parameters": LONGROPE},
     ),
     "minicpm3": Case("MiniCPM3ForCausalLM", "minicpm3", {**SIZES, "dim_model_base": 24}),
     "mistral4 groups": Case(
@@ -81,4 +85,4 @@ LATENT = {
         {**V2, "head_dim": 24, "norm_topk_prob": False, "rope_parameters": {**MISTRAL, "llama_4_scaling_beta": 0.3}},
     ),
     "youtu": Case("YoutuForCausalLM", "youtu", SIZES),
-}  # fmt: skip
+}

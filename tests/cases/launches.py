@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from decoder_rows import launch_row
 from guess_launches import draft_and_accept
+from latent_launches import GLM_HEAD, MINICPM3, V3, V3_HEAD, meet_keys, meet_latents, store_latents
 from torch import Tensor, empty
 
 from nanoinfer.attention import choose_backend
@@ -551,6 +552,20 @@ def of_the_rest() -> Iterator[Launch]:
     yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))
 
 
+def of_latents() -> Iterator[Launch]:
+    for heads, sizes in ((16, V3), (20, V3), (64, V3), (128, V3), (40, MINICPM3)):
+        for rows in (1, 200):
+            call = partial(meet_latents, heads, rows, sizes, BF16)
+            yield Launch(f"{rows} rows meet latents, {heads=}, {sizes=}", call, often_if((heads, rows) == (128, 200)))
+    yield Launch("rows meet latents in float32", partial(meet_latents, 16, 200, V3, FP32))
+    for sizes in (V3_HEAD, GLM_HEAD):
+        call = partial(meet_keys, 16, 1000, sizes, BF16)
+        yield Launch(f"prompts meet keys, {sizes=}", call, often_if(sizes == V3_HEAD))
+    yield Launch("prompts meet keys in float32", partial(meet_keys, 16, 1000, V3_HEAD, FP32))
+    yield Launch("latents", partial(store_latents, 16, V3, BF16, True), "often")
+    yield Launch("latents in halves", partial(store_latents, 40, MINICPM3, FP32, False))
+
+
 LAUNCHES = {
     "products": list(of_products()),
     "adapters": list(of_adapters()),
@@ -559,5 +574,6 @@ LAUNCHES = {
     "experts in groups": list(of_group_experts()),
     "attention": list(of_attention()),
     "guesses and prefixes": list(of_guesses_and_prefixes()),
+    "latents": list(of_latents()),
     "the rest": list(of_the_rest()),
 }

@@ -181,9 +181,9 @@ def paged_prefill_triton(
     context_lens: [seqs] int32; 0: the kernel writes no result for the sequence's queries
     max_query_len: at least the most queries of a sequence that the kernel attends from
     """
-    tokens, heads, head_dim = q.shape
+    (tokens, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, kv_heads, _ = k_cache.shape
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     if max_query_len == 0:
         return out
     factor, cap = in_log2(scale, softcap)
@@ -207,6 +207,7 @@ def paged_prefill_triton(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
@@ -216,6 +217,7 @@ def paged_prefill_triton(
         HEADS=tiles.heads,
         BLOCK_N=math.gcd(block_size, tiles.keys),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(value_dim)),
         PARTS=tiles.parts,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -256,6 +258,8 @@ def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
         return large if fits(large, q) else Tiles(64, 16, 8, 2)
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
+        if q.dtype == torch.float32 and head_dim > 128:
+            return Tiles(32, 16, 8, 2)
     else:
         # Heads that share keys waste less at the diagonal, where a tile of queries sees a part of a tile of keys.
         together = math.gcd(group, MOST_TOGETHER)
@@ -290,6 +294,7 @@ def _paged_prefill_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -299,6 +304,7 @@ def _paged_prefill_kernel(
     HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     # The programs with the most keys come first. The heads that share a KV head run side by side.
@@ -316,7 +322,7 @@ def _paged_prefill_kernel(
         m, head = tile * QUERIES + lane % QUERIES, first_head + lane // QUERIES
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, BLOCK_D)
-        own_d = tl.program_id(0) % PARTS * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)  # of the results
+        own_d = tl.program_id(0) % PARTS * (BLOCK_V // PARTS) + tl.arange(0, BLOCK_V // PARTS)  # of the results
         q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
         token = (begin + m).to(tl.int64)[:, None]
         q = tl.load(q_ptr + token * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
@@ -341,14 +347,19 @@ def _paged_prefill_kernel(
             top, total = tl.zeros([BLOCK_M], tl.float32) + load_sinks(sinks_ptr, head, True), total + 1.0
         if slopes_ptr is not None:
             slopes = load_slopes(slopes_ptr, head, True)
-        acc = tl.zeros([BLOCK_M, BLOCK_D // PARTS], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V // PARTS], tl.float32)
         for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
             part_begin = first_key // BLOCK_N * BLOCK_N if part == 0 else full if part == 1 else full_end
             part_end = full if part == 0 else full_end if part == 1 else end
             for start in range(part_begin, part_end, BLOCK_N):
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
                 key = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
-                k_mask, v_mask, seen = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :], None
+                value = key
+                if VALUE_DIM != HEAD_DIM:
+                    value = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, VALUE_DIM, BLOCK_SIZE)[
+                        :, None
+                    ]
+                k_mask, v_mask, seen = (d < HEAD_DIM)[None, :], (own_d < VALUE_DIM)[None, :], None
                 bias = None
                 if part != 1:
                     is_there = ((start + n >= first_key) & (start + n < context_len))[:, None]
@@ -356,7 +367,7 @@ def _paged_prefill_kernel(
                     seen = (start + n)[None, :] <= last[:, None]
                     if WINDOW > 0:
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
-                k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + key + own_d[None, :]
+                k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + value + own_d[None, :]
                 if slopes_ptr is not None:
                     bias = bias_in_log2(slopes[:, None], (start + n)[None, :], position[:, None])
                 acc, total, top = attend_to_tile(
@@ -364,6 +375,6 @@ def _paged_prefill_kernel(
                 )
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
-        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + own_d[None, :]
-        out_mask = (m < query_len)[:, None] & (own_d < HEAD_DIM)[None, :]
+        out = out_ptr + token * (KV_HEADS * GROUP * VALUE_DIM) + head[:, None] * VALUE_DIM + own_d[None, :]
+        out_mask = (m < query_len)[:, None] & (own_d < VALUE_DIM)[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -37,7 +37,8 @@ class DraftWeights:
         """memory: a context in which its parameters get theirs"""
         self._draft, self._config, self._device = draft, config, device
         layout = config.cache_layout.part(draft.layers)
-        self.backend = make_backend(config.attention_backend, layout)
+        latent_heads = draft.description.latent_heads(tp.size)
+        self.backend = make_backend(config.attention_backend, layout, latent_heads=latent_heads)
         with device, default_dtype(config.torch_dtype), memory:
             how = config.max_model_len, self.backend, tp, config.torch_head_dtype
             self.model = build(draft.description, *how)

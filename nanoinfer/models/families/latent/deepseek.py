@@ -25,7 +25,9 @@ def describe_v2(config: PretrainedConfig) -> Description:
     """Describe a DeepSeek-V2: a router's scores are those of softmax, and its weights do not add up to 1."""
     refuse(config, norm_topk_prob=False)
     experts = _read_v2_experts(config)
-    return describe_latent(config, True, names=NAMES, o_bias=config.attention_bias, mlp_bias=config.mlp_bias, experts=experts)
+    return describe_latent(
+        config, True, names=NAMES, o_bias=config.attention_bias, mlp_bias=config.mlp_bias, experts=experts
+    )
 
 
 def describe_v3(config: PretrainedConfig) -> Description:

@@ -1,0 +1,41 @@
+"""Launches of the kernels of latent attention, in the shapes of published models."""
+
+from __future__ import annotations
+
+import torch
+from torch import empty
+
+from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.latent.store import rotate_and_store
+from nanoinfer.kernels.norm.norm import Norm
+
+V3, MINICPM3 = (512, 64), (256, 32)  # numbers of a latent, and of a rotated key
+V3_HEAD, GLM_HEAD = (192, 128), (256, 256)  # numbers of a head's key, and of its value
+
+
+def meet_latents(heads: int, rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Attend from rows of a decode step."""
+    cache = empty(64, 256, 1, sum(sizes), dtype=dtype)
+    lens, tables = empty(rows, dtype=torch.int32), empty(rows, 16, dtype=torch.int32)
+    plan = plan_decode(lens, cache, latent_heads=heads)
+    q = empty(rows, heads, sum(sizes), dtype=dtype)
+    paged_decode_triton(q, cache, cache[..., : sizes[0]], tables, lens, 1.0, plan)
+
+
+def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Attend from prompts, to keys and values that are made of latents."""
+    keys, values = (empty(64, 256, heads, size, dtype=dtype) for size in sizes)
+    q, counts = empty(8 * length, heads, sizes[0], dtype=dtype), empty(9, dtype=torch.int32)
+    tables = empty(8, 16, dtype=torch.int32)
+    paged_prefill_triton(q, keys, values, tables, counts, empty(8, dtype=torch.int32), length, 1.0)
+
+
+def store_latents(heads: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool) -> None:
+    """Rotate queries and keys, and write latents to the cache."""
+    latent, turning = sizes
+    q, kv = empty(64, heads, 128 + turning, dtype=dtype), empty(64, latent + turning, dtype=dtype)
+    norm, cache = Norm(empty(latent, dtype=dtype), 1e-6), empty(64, 256, 1, latent + turning, dtype=dtype)
+    numbers = empty(64, dtype=torch.int32)
+    rotate_and_store(q, kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers)

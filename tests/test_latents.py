@@ -1,0 +1,183 @@
+"""Latent attention: each kernel of it, both forms, formats of its matrices, and what a model with it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, build
+from conftest import DEVICE, greedy, of_each_kind, plan_ahead, whole_only
+from test_kernels import DTYPES, assert_close, paged, randn
+from torch import Tensor
+
+from nanoinfer import LLM
+from nanoinfer.attention import latents, make_backend
+from nanoinfer.attention.cache_layout import Pages, lay_out
+from nanoinfer.attention.context import Context, GroupContext, PackedQueries
+from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.kernels.attention.decode_plan import parts_of, plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.latent.store import rotate_and_store_reference, rotate_and_store_triton
+from nanoinfer.kernels.norm.norm import Norm
+from nanoinfer.layers.rotary import Rope, RotaryEmbedding
+
+Shape = tuple[int, int, int, int]  # query heads, numbers of a latent, of a rotated key, and tokens of a block
+
+SHAPES = [(4, 40, 8, 16), (20, 64, 16, 32)]
+LARGE = [(heads, 512, 64, 256) for heads in (16, 20, 64, 128)] + [(40, 256, 32, 256)]
+OF_MODELS = [pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE]
+
+
+def cached(context_lens: list[int], shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return latents in random blocks, with NaN where no context has a token, and block tables."""
+    heads, latent, turning, block_size = shape
+    cache, _, tables = paged(context_lens, heads, 1, latent + turning, block_size, dtype)
+    return cache, tables
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("workers", [3, *whole_only([1, 8, None])])
+@pytest.mark.parametrize("shape", [*SHAPES, *OF_MODELS])
+def test_rows_meet_latents(shape: Shape, workers: int | None, dtype: torch.dtype) -> None:
+    """A tile of latents is the keys, and the values; some rows have one worker, some several, one no context."""
+    heads, latent, turning, _ = shape
+    context_lens = [1, 16, 100, 300, 64, 0]
+    cache, tables = cached(context_lens, shape, dtype)
+    q = randn(len(context_lens), heads, latent + turning, dtype=dtype)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    plan = plan_ahead(lens, cache, workers, latent_heads=heads)
+    keys = cache.float().nan_to_num()
+    expected = paged_decode_reference(q.float(), keys, keys[..., :latent], tables, lens, 300, 0.1)
+    for _ in range(2):  # two layers: the first must leave the plan unchanged
+        out = paged_decode_triton(q, cache, cache[..., :latent], tables, lens, 0.1, plan)
+        assert_close(out[:5], expected[:5])
+        assert plan.arrivals.eq(0).all()
+
+
+def test_many_heads_are_divided_among_programs() -> None:
+    assert [parts_of(heads) for heads in (1, 16, 20, 40, 64, 96, 128)] == [1, 1, 1, 2, 2, 3, 4]
+    heads, lens = 128, torch.tensor([40, 70], dtype=torch.int32, device=DEVICE)
+    cache, tables = cached([40, 70], (heads, 32, 16, 16), torch.float32)
+    q = randn(2, heads, 48)
+    plan = plan_decode(lens, cache, 2, latent_heads=heads)
+    assert plan.heads_apart == 4
+    keys = cache.nan_to_num()
+    expected = paged_decode_reference(q, keys, keys[..., :32], tables, lens, 70, 0.1)
+    assert_close(paged_decode_triton(q, cache, cache[..., :32], tables, lens, 0.1, plan), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", of_each_kind(zip([(24, 12), (192, 128)]), 0))
+def test_prompts_attend_to_values_that_are_shorter_than_keys(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    (head_dim, value_dim), query_lens, context_lens = sizes, [1, 16, 70, 3], [1, 16, 100, 64]
+    k_cache, _, tables = paged(context_lens, 3, 3, head_dim, 32, dtype)
+    v_cache = randn(*k_cache.shape[:3], value_dim, dtype=dtype)
+    q = randn(sum(query_lens), 3, head_dim, dtype=dtype)
+    ends = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    out = paged_prefill_triton(q, k_cache, v_cache, tables, ends, lens, max(query_lens), 0.2)
+    wide = q.float(), k_cache.float(), v_cache.float()
+    assert_close(out, paged_prefill_reference(*wide, tables, query_lens, context_lens, 0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", [*of_each_kind(zip(SHAPES), 0), *OF_MODELS])
+def test_what_stands_in_the_cache(shape: Shape, interleaved: bool, scales: bool, dtype: torch.dtype) -> None:
+    """A padding token writes nothing; a latent that is not finite leaves NaN to who sees it alone."""
+    (heads, latent, turning, block_size), tokens, plain = shape, 5, 12
+    rope = Rope(tuple((torch.rand(turning // 2) / 10).tolist()), 1.2, interleaved)
+    cos_sin = RotaryEmbedding(rope, 100).cos_sin.to(DEVICE)
+    q, both = randn(tokens, heads, plain + turning, dtype=dtype), randn(tokens, 7 + latent + turning, dtype=dtype)
+    kv, norm = both[:, 7:], Norm(randn(latent, dtype=dtype), 1e-6)
+    kv[2, 3], kv[3, latent + 1] = float("nan"), float("inf")
+    positions = torch.tensor([7, -1, 0, 99, 41], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([block_size + 3, -1, 2, 5, 0], dtype=torch.int32, device=DEVICE)
+    factors = torch.rand(100, device=DEVICE) + 0.5 if scales else None
+    results = []
+    for write in (rotate_and_store_reference, rotate_and_store_triton):
+        own, cache = q.clone(), torch.full((2, block_size, 1, latent + turning), 9.0, dtype=dtype, device=DEVICE)
+        write(own, kv, norm, cos_sin, interleaved, factors, positions, cache, slots)
+        assert cache.eq(9).all(dim=-1).sum() == 2 * block_size - 4
+        assert cache[0, 2, 0, latent:].isnan().all()
+        assert not cache[0, 5, 0, latent:].isfinite().all()
+        assert cache[..., :latent].isfinite().all()
+        results.append((own, cache.nan_to_num(0, 0, 0)))
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert_close(ours, expected)
+
+
+def packed_context(query_lens: list[int], context_lens: list[int], tables: Tensor, cache: Tensor) -> Context:
+    def numbers(some: list[int]) -> Tensor:
+        return torch.tensor(some, dtype=torch.int32, device=DEVICE)
+
+    positions = [
+        place for queries, keys in zip(query_lens, context_lens, strict=True) for place in range(keys - queries, keys)
+    ]
+    cu = [numbers([0, *lens]).cumsum(0).int() for lens in (query_lens, context_lens)]
+    packed = PackedQueries(query_lens, context_lens, *cu, [False] * len(query_lens))
+    own, lens = numbers(positions), numbers(context_lens)
+    return Context({0: (cache, cache)}, [GroupContext(own, tables)], own, lens, max(context_lens), packed)
+
+
+def test_few_queries_meet_latents_and_many_meet_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several sequences are taken some at a time; what is made lies in pages of its own, in their order."""
+    monkeypatch.setattr(latents, "LATENTS_AT_ONCE", 130)
+    query_lens, context_lens = [60, 1, 70, 40], [60, 33, 70, 90]
+    cache, tables = cached(context_lens, (2, 24, 8, 16), torch.float32)
+    backend = make_backend("torch", lay_out([Pages(1, 32, None, 24)], 16, 16))
+    context = packed_context(query_lens, context_lens, tables, cache)
+    parts = plan_prefill(context, context.groups[0], 16, backend)
+    assert isinstance(parts, list)
+    assert [part.tokens for part in parts] == [slice(0, 61), slice(61, 131), slice(131, 171)]
+    for part, some in zip(parts, ([0, 1], [2], [3]), strict=True):
+        assert isinstance(part, Made)
+        for row, sequence in enumerate(some):
+            blocks = -(-context_lens[sequence] // 16)
+            assert (
+                part.pages[part.group.block_tables[row, :blocks].long()].tolist() == tables[sequence, :blocks].tolist()
+            )
+    few = packed_context([3, 1, 9, 2], context_lens, tables, cache)
+    rows = plan_prefill(few, few.groups[0], 16, backend)
+    assert isinstance(rows, Context)
+    assert rows.context_lens.tolist() == [58, 59, 60, 33, *range(62, 71), 89, 90]
+    assert rows.groups[0].block_tables[3].tolist() == tables[1].tolist()
+
+
+LATENT_CASES = ["deepseek-v2", "glm4moelite", "minicpm3 longrope"]
+PROMPTS = [list(range(3, 90)), [7] * 20, [9, 8, 7, 6, 5]]
+
+
+@pytest.mark.parametrize("name", of_each_kind(zip(LATENT_CASES), 0))
+def test_both_forms_give_the_same_tokens(
+    name: str, make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values may be made for one head at a time; cached prefixes, chunks and whole prompts are alike."""
+    build(CASES[name], tmp_path)
+    params = greedy(8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    results = []
+    for queries, numbers in ((0, 1), (0, 1 << 26), (10**9, 1)):
+        monkeypatch.setattr(latents, "QUERIES_OF_A_LATENT", queries)
+        monkeypatch.setattr("nanoinfer.layers.latent_attention.MADE_AT_ONCE", numbers)
+        llm = make_llm(str(tmp_path), max_num_batched_tokens=50, **CASES[name].small)
+        for _ in range(2):
+            results.append(llm.generate(PROMPTS, params, use_tqdm=False))
+    for outputs in results[1:]:
+        for output, expected in zip(outputs, results[0], strict=True):
+            assert output.token_ids == expected.token_ids
+            assert output.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", of_each_kind(zip(LATENT_CASES), 0))
+def test_the_kernels_give_the_tokens_of_the_cpu(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    build(CASES[name], tmp_path)
+    params = greedy(6, ignore_eos=True)
+    how = {"dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16}
+    expected = make_llm(str(tmp_path), device="cpu", **how).generate(PROMPTS, params, use_tqdm=False)
+    llm = make_llm(str(tmp_path), device=DEVICE, attention_backend="triton", **how)
+    for output, other in zip(llm.generate(PROMPTS, params, use_tqdm=False), expected, strict=True):
+        assert output.token_ids == other.token_ids
