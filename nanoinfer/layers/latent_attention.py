@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.kernels.attention.fp8 import read
+from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.latent.store import rotate_and_store
 from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
@@ -94,7 +96,7 @@ class LatentAttention(nn.Module):
         """
         super().__init__()
         self.layer, self.sizes, self.rotary, self.query_scales = layer, sizes, rotary, query_scales
-        self.scoring, self.backend = scoring, backend
+        self.prefix, self.scoring, self.backend = prefix, scoring, backend
         head = sizes.plain + sizes.turning
         kv = Projection(f"{prefix}kv_a_proj_with_mqa", 1, sizes.cached, 0, sizes.cached, sizes.cached)
         latents, rows = [kv], sizes.heads * head  # of a single unit, each rank has the whole
@@ -118,7 +120,7 @@ class LatentAttention(nn.Module):
         q, kv, residual = self._project(x, residual, joint, context)
         (cache, _), group, rotary = context.layers[self.layer], context.groups[0], self.rotary
         how = rotary.cos_sin, rotary.interleaved, self.query_scales, context.rotary_rows
-        rotate_and_store(q, kv, self.kv_norm.norm, *how, cache, group.slot_mapping)
+        rotate_and_store(q, kv, self.kv_norm.norm, *how, cache, group.slot_mapping, self.scoring.kv_scales)
         if context.prefill is None:
             heads = self._meet_latents(q, context)
         else:
@@ -131,6 +133,12 @@ class LatentAttention(nn.Module):
                 for part in group.plan:
                     self._meet_keys(q[part.tokens], cache, part, heads[part.tokens])
         return self.o_proj(heads.flatten(1), adapters=context.adapters), residual
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the scale that a checkpoint may have for latents in FP8; the values' is the same."""
+        assert self.scoring.kv_scales is not None
+        for scale in self.scoring.kv_scales.split(1):
+            yield Shard(f"{self.prefix}k_scale", scale, (1,), random="ones", optional=True)
 
     def _project(
         self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context
@@ -160,7 +168,9 @@ class LatentAttention(nn.Module):
 
         q: [tokens, heads, head_dim], of these sequences; out: [tokens, heads, numbers of a value]
         """
-        sizes, latents = self.sizes, cache[part.pages].squeeze(2)  # [pages, block_size, cached]
+        scales = self.scoring.kv_scales
+        pages = as_bytes(cache)[part.pages].view(cache.dtype)
+        sizes, latents = self.sizes, read(pages, q.dtype, None if scales is None else scales[0]).squeeze(2)
         numbers = latents.shape[0] * latents.shape[1] * (2 * sizes.plain + sizes.turning + 2 * sizes.value)
         some = max(1, MADE_AT_ONCE // numbers)
         for first in range(0, q.shape[1], some):

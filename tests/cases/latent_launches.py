@@ -15,13 +15,15 @@ V3, MINICPM3 = (512, 64), (256, 32)  # numbers of a latent, and of a rotated key
 V3_HEAD, GLM_HEAD = (192, 128), (256, 256)  # numbers of a head's key, and of its value
 
 
-def meet_latents(heads: int, rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """Attend from rows of a decode step."""
-    cache = empty(64, 256, 1, sum(sizes), dtype=dtype)
+def meet_latents(
+    heads: int, rows: int, sizes: tuple[int, int], dtype: torch.dtype, cached: torch.dtype | None = None
+) -> None:
+    """Attend from rows of a decode step. cached: the cache's dtype; None: the queries'"""
+    cache = empty(64, 256, 1, sum(sizes), dtype=cached or dtype)
     lens, tables = empty(rows, dtype=torch.int32), empty(rows, 16, dtype=torch.int32)
     plan = plan_decode(lens, cache, latent_heads=heads)
     q = empty(rows, heads, sum(sizes), dtype=dtype)
-    paged_decode_triton(q, cache, cache[..., : sizes[0]], tables, lens, 1.0, plan)
+    paged_decode_triton(q, cache, cache[..., : sizes[0]], tables, lens, 1.0, plan, kv_scales=empty(2))
 
 
 def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -32,10 +34,12 @@ def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtyp
     paged_prefill_triton(q, keys, values, tables, counts, empty(8, dtype=torch.int32), length, 1.0)
 
 
-def store_latents(heads: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool) -> None:
+def store_latents(
+    heads: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool, cached: torch.dtype | None = None
+) -> None:
     """Rotate queries and keys, and write latents to the cache."""
     latent, turning = sizes
     q, kv = empty(64, heads, 128 + turning, dtype=dtype), empty(64, latent + turning, dtype=dtype)
-    norm, cache = Norm(empty(latent, dtype=dtype), 1e-6), empty(64, 256, 1, latent + turning, dtype=dtype)
+    norm, cache = Norm(empty(latent, dtype=dtype), 1e-6), empty(64, 256, 1, latent + turning, dtype=cached or dtype)
     numbers = empty(64, dtype=torch.int32)
-    rotate_and_store(q, kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers)
+    rotate_and_store(q, kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers, empty(2))

@@ -557,6 +557,9 @@ def of_latents() -> Iterator[Launch]:
         for rows in (1, 200):
             call = partial(meet_latents, heads, rows, sizes, BF16)
             yield Launch(f"{rows} rows meet latents, {heads=}, {sizes=}", call, often_if((heads, rows) == (128, 200)))
+    for heads in (16, 20):
+        yield Launch(f"200 rows meet latents in FP8, {heads=}", partial(meet_latents, heads, 200, V3, BF16, FP8))
+    yield Launch("latents in FP8", partial(store_latents, 16, V3, BF16, True, FP8))
     yield Launch("rows meet latents in float32", partial(meet_latents, 16, 200, V3, FP32))
     for sizes in (V3_HEAD, GLM_HEAD):
         call = partial(meet_keys, 16, 1000, sizes, BF16)

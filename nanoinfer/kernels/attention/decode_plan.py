@@ -193,6 +193,8 @@ def _latent_programs(k_cache: Tensor, heads: int) -> Programs:
     _, block_size, _, numbers = k_cache.shape
     few, queries = heads <= 16, max(16, next_power_of_2(heads))
     tile, programs = (32, 2) if few else (64, 1)
+    if k_cache.dtype == FP8:  # it takes registers to convert them
+        tile //= 2
     room = (shared_memory(k_cache.device) - RESERVED_BYTES) // programs // (numbers * k_cache.itemsize)
     while tile > LEAST_TILE and 2 * tile + queries > room:
         tile //= 2

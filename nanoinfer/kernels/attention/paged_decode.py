@@ -10,7 +10,16 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
-from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
+from nanoinfer.kernels.attention.fp8 import (
+    LANES,
+    can_split,
+    load_halves,
+    multiply_keys,
+    narrow_both,
+    narrow_queries,
+    read,
+    twice,
+)
 from nanoinfer.kernels.attention.scores import (
     Bias,
     bias_in_log2,
@@ -113,7 +122,7 @@ def paged_decode_triton(
     (rows, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, cached_heads, _ = k_cache.shape
     of_latents = value_dim < head_dim
-    assert not of_latents or (cached_heads == 1 and bundles is None and k_cache.dtype != FP8)
+    assert not of_latents or (cached_heads == 1 and bundles is None)
     kv_heads = plan.heads_apart if of_latents else cached_heads
     group, workers = heads // kv_heads, plan.shares.shape[0]
     lanes = group if bundles is None else group * bundles.queries
@@ -222,6 +231,7 @@ def _paged_decode_kernel(
     # Of latents, all heads see one key, whose first numbers are the value: a tile of them is loaded once for both.
     LATENT: tl.constexpr = BLOCK_REST > 0
     CACHED_HEADS: tl.constexpr = 1 if LATENT else KV_HEADS
+    BY_HALVES: tl.constexpr = IN_FP8 and not LATENT
     if SHARES:
         kv_head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     else:
@@ -292,7 +302,10 @@ def _paged_decode_kernel(
         table = block_tables_ptr + table_row * table_stride
         row_factor = factor
         if IN_FP8 and q.dtype == tl.bfloat16:
-            q, unit = narrow_queries(q, IN_TERMS)
+            if LATENT:
+                q, q_rest, unit = narrow_both(q, q_rest)
+            else:
+                q, unit = narrow_queries(q, IN_TERMS)
             row_factor = factor * tl.expand_dims(unit, KEYS)
 
         top = tl.full(scored.shape, -1e30, tl.float32)
@@ -303,7 +316,7 @@ def _paged_decode_kernel(
             total = has_sink.to(tl.float32)
         if IN_TERMS:  # each key of a tile has a total of its own, so that a sum over keys waits for the row's end
             total = tl.where((n == 0)[:, None], total[None, :], 0.0)
-        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if BY_HALVES else BLOCK_D], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             cached_head = 0 if LATENT else kv_head
@@ -313,7 +326,7 @@ def _paged_decode_kernel(
                 seen &= start + n >= first_key
             kv_mask = seen[:, None] & (d < VALUE_DIM)[None, :]
             k = tl.load(k_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0).to(q.dtype)
-            if IN_FP8:
+            if BY_HALVES:
                 half_mask = seen[:, None] & (half < HEAD_DIM // 2)[None, :]
                 v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, V_DTYPE, ON_GPU)
             elif LATENT:
@@ -323,7 +336,7 @@ def _paged_decode_kernel(
             products = multiply_keys(q, k, IN_TERMS)
             if LATENT:
                 k_ptrs = k_cache_ptr + first + VALUE_DIM + rest[None, :]
-                k_rest = tl.load(k_ptrs, mask=seen[:, None] & is_rest[None, :], other=0.0)
+                k_rest = tl.load(k_ptrs, mask=seen[:, None] & is_rest[None, :], other=0.0).to(q.dtype)
                 products += multiply_keys(q_rest, k_rest, IN_TERMS)
             scores = scores_in_log2(products, row_factor, CAP)
             if slopes_ptr is not None:
@@ -346,11 +359,13 @@ def _paged_decode_kernel(
             else:
                 total = total * rescale + tl.sum(weights, axis=1)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            if IN_FP8:
+            if BY_HALVES:
                 acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
+        if BY_HALVES:
+            acc = tl.interleave(acc, acc2)
         if IN_FP8:
-            acc = tl.interleave(acc, acc2) * v_scale
+            acc *= v_scale
         if IN_TERMS:
             top, total = twice(top), twice(tl.sum(total, axis=0))
         acc = acc / tl.maximum(total, 1e-30)[:, None]

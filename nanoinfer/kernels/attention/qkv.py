@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import put
-from nanoinfer.kernels.attention.rotary import finite, load_pairs, rotated, store_pairs
-from nanoinfer.kernels.fp8 import FP8, round_to_fp8
+from nanoinfer.kernels.attention.rotary import finite, in_fp8, load_pairs, rotated, store_pairs
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.norm import Norm
 
@@ -357,8 +357,8 @@ def _norm_rotate_store_kernel(
         kept1, kept2 = finite(value1), finite(value2)
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
-            key1, key2 = _in_fp8(key1, k_scale), _in_fp8(key2, k_scale)
-            kept1, kept2 = _in_fp8(kept1, v_scale), _in_fp8(kept2, v_scale)
+            key1, key2 = in_fp8(key1, k_scale), in_fp8(key2, k_scale)
+            kept1, kept2 = in_fp8(kept1, v_scale), in_fp8(kept2, v_scale)
         k_place = slot * KV_HEADS + head - HEADS
         v_place, has_value = k_place - KV_HEADS, is_v
         if PARTS == "qk":
@@ -376,9 +376,3 @@ def _norm(wide, scale, is_q, q_weight, k_weight, dtype: tl.constexpr, PLUS_ONE: 
         return (wide * scale * (1 + tl.where(is_q, q_weight, k_weight).to(tl.float32))).to(dtype).to(tl.float32)
     else:
         return ((wide * scale).to(dtype) * tl.where(is_q, q_weight, k_weight)).to(tl.float32)
-
-
-@triton.jit
-def _in_fp8(x, scale):
-    """Return x / scale as numbers that FP8 has."""
-    return round_to_fp8(tl.div_rn(x.to(tl.float32), scale))

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import round_to_fp8
+
 
 def rotated(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate x, [tokens, heads, head_dim], by cos_sin, [tokens, rotary_dim]; returns float32."""
@@ -40,3 +42,9 @@ def store_pairs(ptr, first, second, apart, mask):
 def finite(x):
     """Replace infinite numbers and NaN by 0."""
     return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def in_fp8(x, scale):
+    """Return x / scale as numbers that FP8 has."""
+    return round_to_fp8(tl.div_rn(x.to(tl.float32), scale))

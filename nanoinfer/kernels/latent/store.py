@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.rotary import finite, load_pairs, rotated, store_pairs
+from nanoinfer.kernels.attention.fp8 import put
+from nanoinfer.kernels.attention.rotary import finite, in_fp8, load_pairs, rotated, store_pairs
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 
@@ -24,6 +26,7 @@ def rotate_and_store(
     positions: Tensor,
     cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """RMSNorm the latents, rotate keys and queries by their token's angles, and write latents and keys to the cache.
 
@@ -33,12 +36,13 @@ def rotate_and_store(
     cos_sin, interleaved, positions, slot_mapping: as for norm_rotate_store
     query_scales: [positions] float32, factors of all numbers of the queries; None: no factors
     cache: [blocks, block_size, 1, latent + rotated]
+    kv_scales: [2] float32, of which the first is the scale of all that a cache of FP8 has (see fp8.py)
 
     Of a latent with an infinite number or NaN, 0 is written for these, and NaN for its key. So a query that sees it
     gets NaN, and one that does not gets nothing of it, though a product may count it, with the weight 0.
     """
     function = rotate_and_store_triton if q.is_cuda else rotate_and_store_reference
-    function(q, kv, norm, cos_sin, interleaved, query_scales, positions, cache, slot_mapping)
+    function(q, kv, norm, cos_sin, interleaved, query_scales, positions, cache, slot_mapping, kv_scales)
 
 
 def rotate_and_store_reference(
@@ -51,6 +55,7 @@ def rotate_and_store_reference(
     positions: Tensor,
     cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """rotate_and_store in torch."""
     latent, turning = len(norm.weight), cos_sin.shape[1]
@@ -66,7 +71,8 @@ def rotate_and_store_reference(
     if int(slot_mapping.min()) < 0:  # padding tokens
         written = slot_mapping >= 0
         slot_mapping, both = slot_mapping[written], both[written]
-    cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = both
+    slots = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
+    put(cache, slots, both, None if kv_scales is None else kv_scales[0])
 
 
 def rotate_and_store_triton(
@@ -79,6 +85,7 @@ def rotate_and_store_triton(
     positions: Tensor,
     cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """rotate_and_store as one launch."""
     (tokens, heads, head_dim), latent, turning = q.shape, len(norm.weight), cos_sin.shape[1]
@@ -95,6 +102,7 @@ def rotate_and_store_triton(
         positions,
         cache,
         slot_mapping,
+        kv_scales,
         q.stride(0),
         kv.stride(0),
         HEADS=heads,
@@ -102,6 +110,7 @@ def rotate_and_store_triton(
         LATENT=latent,
         TURNING=turning,
         INTERLEAVED=interleaved,
+        IN_FP8=cache.dtype == FP8,
         BLOCK_PLAIN=next_power_of_2(head_dim - turning),
         BLOCK_LATENT=next_power_of_2(latent),
         BLOCK_HALF=next_power_of_2(turning // 2),
@@ -122,6 +131,7 @@ def _rotate_and_store_kernel(
     positions_ptr,
     cache_ptr,
     slot_mapping_ptr,
+    kv_scales_ptr,
     q_stride,
     kv_stride,
     HEADS: tl.constexpr,
@@ -129,6 +139,7 @@ def _rotate_and_store_kernel(
     LATENT: tl.constexpr,
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BLOCK_PLAIN: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -162,9 +173,14 @@ def _rotate_and_store_kernel(
             first, second = first.to(tl.float32), second.to(tl.float32)
             key1, key2 = first * cos - second * sin, second * cos + first * sin
             nothing = tl.sum(normed * 0.0)  # NaN if a number is not finite
-            tl.store(target + n, finite(normed), mask=n < LATENT)
-            dtype = cache_ptr.dtype.element_ty
-            store_pairs(target + LATENT + at, (key1 + nothing).to(dtype), (key2 + nothing).to(dtype), apart, turns)
+            key1, key2 = key1.to(numbers.dtype) + nothing, key2.to(numbers.dtype) + nothing
+            kept = finite(normed)
+            if IN_FP8:
+                unit = tl.load(kv_scales_ptr)
+                kept, key1, key2 = in_fp8(kept, unit), in_fp8(key1, unit), in_fp8(key2, unit)
+            number = cache_ptr.dtype.element_ty
+            tl.store(target + n, kept.to(number), mask=n < LATENT)
+            store_pairs(target + LATENT + at, key1.to(number), key2.to(number), apart, turns)
     else:
         head = ((part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         own, mask = q_ptr + token * q_stride + head * (PLAIN + TURNING), head < HEADS
