@@ -285,7 +285,8 @@ class Config:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
         has = any(model.sinks for model in self.models), any(model.alibi for model in self.models)
-        wishes = self.kv_cache_dtype == "fp8", *has, self.is_in_order
+        latents = any(model.latent is not None for model in self.models)
+        wishes = self.kv_cache_dtype == "fp8", *has, self.is_in_order, latents
         self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()
@@ -359,6 +360,7 @@ class Config:
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
         can_share = self.attention_backend == "triton" and not self.deterministic and self.description.generates
+        can_share = can_share and self.description.latent is None
         return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
 
     @property

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, build
-from conftest import DEVICE, greedy, of_each_kind, plan_ahead, whole_only
+from cases.latent import LATENT
+from conftest import DEVICE, Oracle, greedy, of_each_kind, plan_ahead, whole_only
 from safetensors.torch import load_file, save_file
 from test_fp8 import quantized
 from test_kernels import DTYPES, assert_close, paged, randn
+from test_quantization import FP8_CONFIG, write_checkpoint
 from torch import Tensor
+from transformers import AutoConfig
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import latents, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries
 from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.config import Config
 from nanoinfer.kernels.attention.decode_plan import parts_of, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
@@ -26,6 +31,8 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.latent.store import rotate_and_store_reference, rotate_and_store_triton
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
+from nanoinfer.models import check_architectures, describe
+from nanoinfer.trainer.reference import reference
 
 Shape = tuple[int, int, int, int]  # query heads, numbers of a latent, of a rotated key, and tokens of a block
 
@@ -167,6 +174,8 @@ def test_few_queries_meet_latents_and_many_meet_keys(monkeypatch: pytest.MonkeyP
                 part.pages[part.group.block_tables[row, :blocks].long()].tolist() == tables[sequence, :blocks].tolist()
             )
     few = packed_context([3, 1, 9, 2], context_lens, tables, cache)
+    assert plan_prefill(few, few.groups[0], 16, backend) is few
+    backend.prefills_latents = False  # as the kernels do
     rows = plan_prefill(few, few.groups[0], 16, backend)
     assert isinstance(rows, Context)
     assert rows.context_lens.tolist() == [58, 59, 60, 33, *range(62, 71), 89, 90]
@@ -228,3 +237,105 @@ def test_latents_in_fp8_are_nearly_as_good(make_llm: Callable[..., LLM], tmp_pat
         ours, theirs = ([next(iter(one.values())) for one in some.prompt_logprobs[1:]] for some in (output, expected))
         errors = [abs(one.logprob - other.logprob) for one, other in zip(ours, theirs, strict=True)]
         assert 0 < sum(errors) / len(errors) < 0.05
+
+
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("blocks", of_each_kind(zip([[128, 128], [32, 16]]), 1))
+def test_matrices_in_fp8(blocks: list[int], ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Blocks are no multiples of heads' rows: each rank reads the whole matrix that makes keys and values."""
+    build(CASES["deepseek-v3"], tmp_path / "source")
+    dense = write_checkpoint(tmp_path / "source", tmp_path, {**FP8_CONFIG, "weight_block_size": blocks})
+    llm, oracle = (
+        make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, max_model_len=128),
+        Oracle(str(dense)),
+    )
+    for output in llm.generate(PROMPTS, greedy(5, ignore_eos=True), use_tqdm=False):
+        assert output.token_ids == oracle.greedy(output.prompt_token_ids, 5, ignore_eos=True)
+
+
+@pytest.mark.parametrize("quantization", of_each_kind(zip(["int4", "fp8", "int8", "mxfp4"]), 0))
+def test_what_is_made_of_weights_follows_them(quantization: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Through updates, and a sleep that keeps no weights."""
+    build(CASES["deepseek-v3"], tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", quantization=quantization, max_model_len=128, kvcache_block_size=16)
+    weights = load_file(tmp_path / "model.safetensors")
+    others = {name: weight / 2 if "kv_b_proj" in name else weight for name, weight in weights.items()}
+
+    def tokens() -> list[list[int]]:
+        return [output.token_ids for output in llm.generate(PROMPTS, greedy(8, ignore_eos=True), use_tqdm=False)]
+
+    before = tokens()
+    llm.update_weights(others)
+    assert tokens() != before
+    llm.sleep(2)
+    llm.wake_up()
+    llm.update_weights(weights)
+    assert tokens() == before
+
+
+def test_no_bit_depends_on_company_or_on_guesses(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """On the CPU each token meets latents alone."""
+    build(CASES["deepseek-v3"], tmp_path)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=10, logprobs=2, ignore_eos=True)
+    how = {**CASES["deepseek-v3"].small, "device": "cpu", "deterministic": True}
+    together = make_llm(str(tmp_path), **how).generate(PROMPTS, params, use_tqdm=False)
+    llm = make_llm(str(tmp_path), **how, speculation="suffix", num_kvcache_blocks=24, max_num_batched_tokens=40)
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("deepseek")
+    build(CASES["deepseek-v3"], folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_backend": "flash_attn"}, "cannot attend to latents"),
+        ({"deterministic": True, "device": "cuda"}, "deterministic=True: .* on a GPU"),
+        ({"deterministic": True, "tensor_parallel_size": 2}, "the CPU makes keys of latents in another way"),
+    ],
+)
+def test_what_is_refused(deepseek: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=message):
+        Config(deepseek, **{"device": "cpu", **options})
+
+
+def test_a_reference_for_trainers_has_none(tmp_path: Path) -> None:
+    build(CASES["youtu"], tmp_path)
+    folder = str(tmp_path)
+    with pytest.raises(ValueError, match="latent attention"):
+        reference(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("DeepseekV32ForCausalLM", "sparse indexers"), ("KimiLinearForCausalLM", "Kimi Delta Attention")],
+)
+def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r} is not supported: nanoinfer has no {lacking}"):
+        check_architectures([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux"}, "topk_method='noaux' in its config is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True in its config is not supported"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank=0 in its config"),
+        ("deepseek_v3", {"n_group": 5}, "n_group=5 in its config: must divide 12 experts"),
+        ("minicpm3", {"scale_depth": -1.0}, "scale_depth=-1.0 in its config"),
+    ],
+)
+def test_settings_that_no_model_has(name: str, settings: dict[str, Any], message: str) -> None:
+    case = next(case for case in LATENT.values() if case.model_type == name)
+    config = AutoConfig.for_model(name, **{**case.text_settings, **settings})
+    config.architectures = [case.architecture]
+    with pytest.raises(ValueError, match=message):
+        describe(config)

@@ -59,7 +59,7 @@ CONFIGS = {
 }
 MATRICES = (  # the ends of the names of quantized matrices
     "_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".in_proj_qkv.weight", ".in_proj_z.weight",
-    ".in_proj_qkvz.weight",
+    ".in_proj_qkvz.weight", ".kv_a_proj_with_mqa.weight",
 )  # fmt: skip
 
 

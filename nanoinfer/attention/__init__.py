@@ -19,7 +19,10 @@ class AttentionBackend(Protocol):
     """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
     The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe. group: the layer's
+    prefills_latents: `prefill` takes latents, as `decode` does
     """
+
+    prefills_latents: bool
 
     def prepare_decode(self, context: Context) -> None:
         """Compute what all layers of a decode step need. The runner calls this before the first layer."""
@@ -51,12 +54,14 @@ def choose_backend(
     has_sinks: bool = False,
     has_slopes: bool = False,
     in_order: bool = False,
+    has_latents: bool = False,
 ) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
     in_fp8: whether the KV cache is in FP8
     has_sinks, has_slopes: whether some layer's heads have sinks, or the slopes of ALiBi (Scoring)
     in_order: whether it must add up in one order on CUDA, for deterministic=True
+    has_latents: whether some layer's keys and values are made of latents
     Raises ValueError, with the reason, if the named backend cannot run, or the GPU cannot keep such a cache.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
@@ -71,7 +76,7 @@ def choose_backend(
         )
     problem = None
     if name == "flash_attn":
-        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks, has_slopes)
+        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks, has_slopes, has_latents)
     elif name == "triton":
         problem = _triton_problem(device)
     if problem:
@@ -124,11 +129,14 @@ def _flash_attn_problem(
     in_fp8: bool,
     has_sinks: bool,
     has_slopes: bool,
+    has_latents: bool,
 ) -> str | None:
     if has_sinks:
         return "cannot attend with the sinks of this model's heads; 'triton' and 'torch' can"
     if has_slopes:
         return "cannot attend with the slopes of this model's heads (ALiBi); 'triton' and 'torch' can"
+    if has_latents:
+        return "cannot attend to latents, which this model has for keys and values; 'triton' and 'torch' can"
     if device != "cuda":
         return f"needs device='cuda', not {device!r}"
     if importlib.util.find_spec("flash_attn") is None:

@@ -11,6 +11,8 @@ from nanoinfer.attention.context import Context, GroupContext, Scoring
 class FlashAttnBackend:
     """The AttentionBackend that calls the flash-attn package."""
 
+    prefills_latents = False
+
     def prepare_decode(self, context: Context) -> None:
         """Do nothing: flash-attn makes no plan ahead."""
 

@@ -20,6 +20,8 @@ CHECKED_KEYS = 4 * CHUNK  # of the longest row: so it has several chunks of keys
 class InOrderBackend:
     """The AttentionBackend that gives a token the same bits in any company."""
 
+    prefills_latents = False
+
     def __init__(self, layout: CacheLayout) -> None:
         self.groups = layout.groups
 

@@ -36,7 +36,7 @@ class Made:
 def plan_prefill(
     context: Context, group: GroupContext, block_size: int, backend: AttentionBackend
 ) -> Context | list[Made]:
-    """Return how the sequences of a prefill step attend: as the rows of this decode step, or in these parts.
+    """Return how the sequences of a prefill step attend: to latents, as in this step, or in these parts to keys.
 
     group: of latents, whose blocks have block_size tokens
     """
@@ -45,6 +45,8 @@ def plan_prefill(
     lens = list(zip(packed.query_lens, packed.context_lens, strict=True))
     pairs = sum(queries * (2 * keys - queries) // 2 for queries, keys in lens)
     if pairs <= QUERIES_OF_A_LATENT * sum(packed.context_lens):
+        if backend.prefills_latents:
+            return context
         rows = _as_rows(context, packed, group)
         backend.prepare_decode(rows)
         return rows

@@ -14,6 +14,8 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 class TorchBackend:
     """See AttentionBackend."""
 
+    prefills_latents = True
+
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
 

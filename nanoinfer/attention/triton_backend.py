@@ -20,6 +20,8 @@ from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 class TritonBackend:
     """The AttentionBackend that runs our Triton kernels."""
 
+    prefills_latents = False
+
     def __init__(self, layout: CacheLayout, latent_heads: int | None = None) -> None:
         """latent_heads: as for plan_decode"""
         self.groups, self.latent_heads = layout.groups, latent_heads

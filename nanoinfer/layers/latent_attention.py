@@ -155,12 +155,13 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.sizes.plain + self.sizes.turning)), kv, residual
 
     def _meet_latents(self, q: Tensor, context: Context) -> Tensor:
-        """Attend as the rows of a decode step; returns [rows, heads, numbers of a value]."""
+        """Attend to latents; returns [tokens, heads, numbers of a value]."""
         keys, values = self.maker.by_head
         plain, turning = q.split([self.sizes.plain, self.sizes.turning], dim=-1)
         queries = torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), turning], dim=-1)
         cached = context.layers[self.layer]
-        found = self.backend.decode(queries, *cached, context, context.groups[0], self.scoring)
+        attend = self.backend.decode if context.prefill is None else self.backend.prefill
+        found = attend(queries, *cached, context, context.groups[0], self.scoring)
         return (found.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
 
     def _meet_keys(self, q: Tensor, cache: Tensor, part: Made, out: Tensor) -> None:
@@ -182,29 +183,31 @@ class LatentAttention(nn.Module):
 class KeysAndValues(Derived):
     """The matrix that makes a rank's keys and values of latents, [heads, plain + value, latent], in the model's dtype.
 
-    A stored matrix of few bits stays beside it.
+    A stored matrix of few bits stays beside it, whole on each rank, as heads may cut what shares a scale.
     """
 
     def __init__(self, name: str, sizes: LatentSizes, tp: TensorParallel, formats: Formats) -> None:
         super().__init__()
         self.sizes = sizes
         rows = sizes.plain + sizes.value
-        share = share_of(sizes.heads * rows, tp.rank, tp.size, rows)
-        self.section = Section(name, len(share), (sizes.heads * rows, sizes.latent), share.start)
-        self.weight = nn.Parameter(torch.empty(len(share), sizes.latent), requires_grad=False)
-        is_plain = formats.of(name) == PLAIN
-        self.stored = None if is_plain else formats.make_matrix([self.section], sizes.latent, False)
+        self.name, self.shape = name, (sizes.heads * rows, sizes.latent)
+        self.share = share_of(self.shape[0], tp.rank, tp.size, rows)
+        self.weight = nn.Parameter(torch.empty(len(self.share), sizes.latent), requires_grad=False)
+        self.stored = None
+        if formats.of(name) != PLAIN:
+            self.stored = formats.make_matrix([Section(name, self.shape[0], self.shape, 0)], sizes.latent, False)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the weight's shard, unless it is made of what is stored."""
         if self.stored is None:
-            yield Shard(f"{self.section.name}.weight", self.weight, self.section.shape, self.section.start)
+            yield Shard(f"{self.name}.weight", self.weight, self.shape, self.share.start)
 
     def finish(self) -> None:
         """Make the weight of what is stored: its product with each unit vector is a column."""
         if self.stored is not None:
             unit = torch.eye(self.sizes.latent, dtype=self.weight.dtype, device=self.weight.device)
-            self.weight.copy_(self.stored.beside(None).product(unit).T)
+            made = self.stored.product(unit)[:, self.share.start : self.share.stop]
+            self.weight.copy_(made.T)
 
     @property
     def by_head(self) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.classes import READERS, described_as
+from nanoinfer.models.classes import LACKING, READERS, described_as
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -135,6 +135,9 @@ def check_architectures(names: list[str]) -> None:
     if not isinstance(names, list):
         raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
     if not names or described_as(names[0]) not in FAMILIES | ENCODERS:
+        lacking = LACKING.get(names[0]) if names else None
+        if lacking is not None:
+            raise ValueError(f"model: architecture {names[0]!r} is not supported: nanoinfer has no {lacking}")
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
         known = ", ".join((*FAMILIES, *READERS))
         raise ValueError(f"model: {named} is not supported; supported: {known}; no remote code runs here")

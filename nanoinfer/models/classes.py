@@ -34,6 +34,15 @@ ENCODING_CLASSIFIERS = {f"{stem}ForSequenceClassification": f"{stem}Model" for s
 OLD_NAMES = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
 """Maps the name that the authors' own code gave to a class to transformers'."""
 
+LACKING = {
+    "BailingHybridForCausalLM": "lightning attention",
+    "DeepseekV32ForCausalLM": "sparse indexers",
+    "DeepseekV4ForCausalLM": "hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse indexers",
+    "KimiLinearForCausalLM": "Kimi Delta Attention",
+}
+"""Classes whose attention is latent, too, and what they have that nanoinfer lacks."""
+
 ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
 READERS = BARE | OF_ENCODERS | ALL_CLASSIFIERS
 

@@ -51,13 +51,18 @@ def check_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
             "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
             " chunks adds up in another order than token by token"
         )
+    if model.latent is not None and not on_cpu:
+        raise ValueError(
+            "deterministic=True: must be False for this model on a GPU: prompts attend to keys made of latents,"
+            " and generated tokens to latents, which adds up in another order; device='cpu' does not"
+        )
     if ranks > 1:
         check_ranks_in_order(model, ranks, on_cpu)
 
 
 def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
     """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-    heads = [("num_key_value_heads", count) for count in _kv_counts(model)]
+    heads = [("num_key_value_heads", count) for count in _kv_counts(model) if model.latent is None]
     gathered = [*heads, ("hidden_size", model.hidden_size), *model.intermediate_sizes.items()]
     fault, uneven = None, next((f"{name}={size}" for name, size in gathered if size % ranks), None)
     if uneven is not None:
@@ -66,6 +71,8 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
         fault = f"on the CPU the number of ranks must divide {PARTS}"
     elif on_cpu and (model.score_cap is not None or model.logit_cap is not None):
         fault = "the CPU computes soft caps in another way for another number of heads"
+    elif model.latent is not None:
+        fault = "the CPU makes keys of latents in another way for another number of heads"
     elif on_cpu and model.sinks:
         fault = "the CPU computes sinks in another way for another number of heads"
     elif on_cpu and model.alibi:

@@ -110,6 +110,7 @@ def _find_other(model: Description) -> str | None:
     """Return what the model has that a Reference lacks; None: nothing."""
     others = {
         "experts": model.experts is not None,
+        "latent attention": model.latent is not None,
         "output gates of attention": model.output_gate,
         "sinks of attention": model.sinks,
         "ALiBi": bool(model.alibi),
