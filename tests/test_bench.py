@@ -46,6 +46,7 @@ from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description, ModuleNames, MoEConfig
@@ -226,7 +227,7 @@ class WeightShape:
     num_heads, output_gate, experts, is_gated, is_encoder = 4, False, None, True, False
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
-    mlp_sizes, layer_inputs = (16, 16), None
+    mlp_sizes, layer_inputs, latent = (16, 16), None, None
     names, formats, head_format, generates = ModuleNames(), PLAIN_FORMATS, PLAIN, True
     expert_format = classmethod(Description.expert_format)
 
@@ -504,6 +505,22 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
+class OfLatents(WeightShape):
+    """Each layer has latents of 6 numbers, beside keys of 2, and heads of 3 + 2, with values of 4."""
+
+    latent = LatentSizes(heads=4, latent=6, plain=3, turning=2, value=4, query_latent=7)
+    attending = (KVHeads(1, 8),) * 2
+
+
+def test_the_floor_counts_latents_once_and_keys_that_are_made_of_them() -> None:
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=OfLatents)
+    attention = 8 * (7 + 6 + 2 + 4 * 4) + 7 * 4 * 5 + 6 * 4 * (3 + 4)
+    matrices = 2 * (attention + 3 * 8 * 16) + HEAD
+    assert bytes_of(floor) == (1 + 2) * matrices * 2 + (4 + 5) * 2 * 8 * 2
+    pairs = 2 * 4 * (3 + 2 + 4) * 2 * 4.5
+    assert operations_of(floor) == 2 * 3 * (matrices - HEAD) + 2 * HEAD + pairs + 2 * 2 * matrices
+
+
 class Mixed(WeightShape):
     """The second layer has one head of eight, whose values are its keys, and an MLP twice as wide."""
 
@@ -551,7 +568,7 @@ def test_the_floor_counts_states() -> None:
         ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
         ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
-        ("glm-4.5-air", 106.9),
+        ("glm-4.5-air", 106.9), ("deepseek-v2-lite", 15.7), ("glm-4.7-flash", 29.9),
         ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
         ("qwen3-vl-2b", 1.72), ("qwen3-vl-8b", 8.19),
     ],
@@ -563,11 +580,13 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     attention = sum(
         (queries + (1 if heads.values_are_keys else 2) * heads.count) * heads.dim for heads in model.attending
     )
-    mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
+    mixers, of_latents = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None), 0
+    if model.latent is not None:
+        mixers, of_latents = model.num_layers * model.latent.projected, model.num_layers * model.latent.weights
     experts, mlps = model.experts, 3 * sum(model.mlp_sizes)
     if experts is not None:
         mlps += sum(experts.layers) * (experts.count * (3 * experts.size + 1) + 3 * (experts.shared_size or 0))
-    layers = model.hidden_size * (mixers + mlps)
+    layers = model.hidden_size * (mixers + mlps) + of_latents
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -292,6 +292,27 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_adapters(quantization: str | None, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """They stand beside all projections but the one that is taken apart."""
+    peft = pytest.importorskip("peft")
+    model = build(CASES["deepseek-v3"], tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", max_adapters=2, quantization=quantization, max_model_len=128)
+    config = peft.LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)
+    peft.get_peft_model(build(CASES["deepseek-v3"], tmp_path), config).save_pretrained(tmp_path / "refused")
+    with pytest.raises(ValueError, match="kv_b_proj is no matrix that may have an adapter"):
+        llm.load_adapter("refused", str(tmp_path / "refused"))
+    if quantization is None:
+        names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)).eval()
+        adapted.save_pretrained(tmp_path / "adapter")
+        llm.load_adapter("adapter", str(tmp_path / "adapter"))
+        for output in llm.generate(PROMPTS, greedy(5, ignore_eos=True, adapter="adapter"), use_tqdm=False):
+            ids = torch.tensor([output.prompt_token_ids])
+            how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            assert output.token_ids == adapted.generate(ids, max_new_tokens=5, **how)[0, ids.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -50,6 +50,10 @@ SMALL = {
     "qwen3.5-35b-a3b": (DEEP, {**DELTA, **FEW, "shared_expert_intermediate_size": 128}),
     "qwen3-next-80b": (DEEP, {**DELTA, **FEW, "shared_expert_intermediate_size": 128}),
     "glm-4.5-air": (MIXTURE, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
+    "glm-4.7-flash": (
+        MIXTURE,
+        {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 512), {}),
 }  # published shapes, with these sizes and settings instead
 PROMPTS = [[5, 400, 17, 3, 250], [9] * 9]

@@ -78,8 +78,8 @@ class Floor:
         num_steps = sum(steps.count for steps in decode)
         loads = [
             *_tower_loads(work, vision, itemsize),
-            Load(2 * _keys_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
-            Load(0, 4 * model.num_heads * _pairs(work, model)),
+            Load(_numbers_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
+            Load(0, 2 * model.num_heads * _pairs(work, model)),
             *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
         ]
         for steps in (*decode, prefill):
@@ -118,8 +118,8 @@ def _tower_loads(work: Workload, vision: Any, itemsize: int) -> list[Load]:
     return [Load(weights * itemsize, operations)]
 
 
-def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
-    """Count the numbers in the keys that so many decode steps read, over all layers: values have as many."""
+def _numbers_read(work: Workload, model: Description, num_steps: int) -> int:
+    """Count the numbers in the keys and values, or latents, that so many decode steps read, over all layers."""
     own = [len(prompt) - work.prefix_len for prompt in work.prompts]
     firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
     shared = [0] * len(own) if work.samples == 1 else own
@@ -132,16 +132,17 @@ def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
                 n * out for n, out in zip(shared, decoded, strict=True)
             )
         numbers += keys * heads.count * heads.dim
-    return numbers
+    return numbers if model.latent is not None else 2 * numbers
 
 
 def _pairs(work: Workload, model: Description) -> float:
-    """Count the pairs of a prompt's token and one that it sees, over all layers, times the numbers in their heads.
+    """Count the pairs of a prompt's token and one that it sees, over all layers, times the numbers of key and value.
 
     An encoder's token sees as many behind it as before.
     """
+    latent = model.latent
     areas = (
-        heads.dim
+        (2 * heads.dim if latent is None else latent.plain + latent.turning + latent.value)
         * (
             _area(work.prefix_len, window) * (work.prefixes - len(work.prompts))
             + sum(_area(len(prompt), window) for prompt in work.prompts)
@@ -179,7 +180,10 @@ def _layer_weights(model: Description) -> Counter[Format]:
 
     for layer, (mixer, mlp_size) in enumerate(zip(model.mixers, model.mlp_sizes, strict=True)):
         prefix = f"model.layers.{layer}."
-        if mixer is None:
+        if model.latent is not None:
+            add(prefix + names.o, model.latent.projected)
+            counts[model.formats.of(prefix + names.o)] += model.latent.weights
+        elif mixer is None:
             heads = next(attending)
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
         else:

@@ -47,6 +47,19 @@ GLM_MOE = {
     "model_type": "glm4_moe", "attention_bias": True, "norm_topk_prob": True, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+MLA = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 64, "first_k_dense_replace": 1,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+DEEPSEEK_V2 = {
+    **MLA, "model_type": "deepseek_v2", "max_position_embeddings": 163840, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+}  # fmt: skip
+GLM_LITE = {
+    **MLA, "model_type": "glm4_moe_lite", "max_position_embeddings": 202752, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "max_position_embeddings": 2048}
 GPT2 = {"model_type": "gpt2", "max_position_embeddings": 2048}  # twice its own, so that the workloads fit
 BERT = {"model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 512, "pad_token_id": 0}
@@ -142,6 +155,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "deepseek-v2-lite": ((2048, 10944, 27, 16, 16, 64, False, 102400), DEEPSEEK_V2),
+    "glm-4.7-flash": ((2048, 10240, 47, 20, 20, 64, False, 154880), GLM_LITE),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 151936), vision.TEXT),
     "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), vision.TEXT),
@@ -157,6 +172,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }  # fmt: skip
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # what config.json calls their number
 STACKED = "gemma4_text", "qwen3_5_moe_text"  # whose checkpoints, if plain, have a layer's experts in two tensors

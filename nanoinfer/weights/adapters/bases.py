@@ -11,7 +11,7 @@ from torch import nn
 
 from nanoinfer.weights.formats.expert_shards import expert_sections
 from nanoinfer.weights.formats.experts import Experts
-from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.matrix import Derived, Matrix
 from nanoinfer.weights.shards import Section
 
 RANKS_TOGETHER = 16  # a slot's rank is a multiple of it: the inner size that a GPU's tensor cores multiply
@@ -90,7 +90,8 @@ class Bases:
         self.head = None if head is None else Base((head,), head.shape[1])
         self.of_matrices: dict[Matrix, Base] = {}
         self.of_experts: dict[Experts, tuple[list[Base], list[Base]]] = {}
-        inner = {child for module in model.modules() if isinstance(module, Matrix) for child in module.children()}
+        kinds = Matrix, Derived
+        inner = {child for module in model.modules() if isinstance(module, kinds) for child in module.children()}
         for module in model.modules():
             if module in inner:
                 continue
