@@ -51,8 +51,8 @@ SMALL = {
     "qwen3-next-80b": (DEEP, {**DELTA, **FEW, "shared_expert_intermediate_size": 128}),
     "glm-4.5-air": (MIXTURE, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
     "glm-4.7-flash": (
-        MIXTURE,
-        {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        (128, 128, 2, 4, 4, 64, False, 512),
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     ),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 512), {}),
 }  # published shapes, with these sizes and settings instead
