@@ -27,6 +27,7 @@ from nanoinfer.weights.sources import FileSource
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+RENAMED = {"kimi_k2": "deepseek_v3"}  # a config.json's model_type, if its own code alone knows it: transformers'
 log = logging.getLogger("nanoinfer")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -130,7 +131,8 @@ def _read_config(folder: str) -> PretrainedConfig:
             raise ValueError(f"model={folder!r}: the folder has no config.json; {NO_GGUF}")
         raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
-        architectures = json.loads(file.read_text("utf-8")).get("architectures") or []
+        settings = json.loads(file.read_text("utf-8"))
+        architectures = settings.get("architectures") or []
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
     check_architectures(architectures)  # first: transformers may not know it, and cannot say what we support
@@ -138,7 +140,10 @@ def _read_config(folder: str) -> PretrainedConfig:
         from transformers import AutoConfig  # here, for ranks need not import it
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if (known := RENAMED.get(settings.get("model_type"))) is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(**{**settings, "model_type": known})
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {reason_of(error)}") from error
     if getattr(config, "quantization_config", None) is None and (own := _read_modelopt_config(folder)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nanoinfer.attention import latents, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries
 from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.kernels.attention.decode_plan import parts_of, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
@@ -360,3 +362,10 @@ def test_settings_that_no_model_has(name: str, settings: dict[str, Any], message
     config.architectures = [case.architecture]
     with pytest.raises(ValueError, match=message):
         describe(config)
+
+
+def test_a_kimi_k2_is_called_otherwise_by_its_authors(deepseek: str, tmp_path: Path) -> None:
+    settings = json.loads((Path(deepseek) / "config.json").read_text())
+    settings |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert describe(Checkpoint.open(str(tmp_path)).hf_config) == describe(Checkpoint.open(deepseek).hf_config)
