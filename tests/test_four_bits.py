@@ -40,8 +40,8 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 def writer_of(published: Published, name: str) -> Writer | None:
     """Return what writes a tensor in the format; None: it stays as it is."""
-    module = name.removesuffix(".weight")
-    if not name.endswith("_proj.weight") and not (name == "lm_head.weight" and published.has_head):
+    module, ends = name.removesuffix(".weight"), ("_proj.weight", "_with_mqa.weight")
+    if not name.endswith(ends) and not (name == "lm_head.weight" and published.has_head):
         return None
     return next((write for part, write in published.others.items() if part in module), published.write)
 

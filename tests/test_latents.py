@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from cases import CASES, build
 from cases.latent import LATENT
+from cases.layouts import PUBLISHED, Published
 from conftest import DEVICE, Oracle, greedy, of_each_kind, plan_ahead, whole_only
 from safetensors.torch import load_file, save_file
+from test_four_bits import write_checkpoint as write_in_four_bits
 from test_fp8 import quantized
 from test_kernels import DTYPES, assert_close, paged, randn
 from test_quantization import FP8_CONFIG, write_checkpoint
@@ -35,6 +38,7 @@ from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.trainer.reference import reference
+from nanoinfer.weights.formats.plain.format import PLAIN
 
 Shape = tuple[int, int, int, int]  # query heads, numbers of a latent, of a rotated key, and tokens of a block
 
@@ -165,7 +169,7 @@ def test_few_queries_meet_latents_and_many_meet_keys(monkeypatch: pytest.MonkeyP
     cache, tables = cached(context_lens, (2, 24, 8, 16), torch.float32)
     backend = make_backend("torch", lay_out([Pages(1, 32, None, 24)], 16, 16))
     context = packed_context(query_lens, context_lens, tables, cache)
-    parts = plan_prefill(context, context.groups[0], 16, backend)
+    parts = plan_prefill(context, context.groups[0], 16, backend, 16)
     assert isinstance(parts, list)
     assert [part.tokens for part in parts] == [slice(0, 61), slice(61, 131), slice(131, 171)]
     for part, some in zip(parts, ([0, 1], [2], [3]), strict=True):
@@ -176,9 +180,9 @@ def test_few_queries_meet_latents_and_many_meet_keys(monkeypatch: pytest.MonkeyP
                 part.pages[part.group.block_tables[row, :blocks].long()].tolist() == tables[sequence, :blocks].tolist()
             )
     few = packed_context([3, 1, 9, 2], context_lens, tables, cache)
-    assert plan_prefill(few, few.groups[0], 16, backend) is few
+    assert plan_prefill(few, few.groups[0], 16, backend, 16) is few
     backend.prefills_latents = False  # as the kernels do
-    rows = plan_prefill(few, few.groups[0], 16, backend)
+    rows = plan_prefill(few, few.groups[0], 16, backend, 16)
     assert isinstance(rows, Context)
     assert rows.context_lens.tolist() == [58, 59, 60, 33, *range(62, 71), 89, 90]
     assert rows.groups[0].block_tables[3].tolist() == tables[1].tolist()
@@ -197,7 +201,7 @@ def test_both_forms_give_the_same_tokens(
     params = greedy(8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
     results = []
     for queries, numbers in ((0, 1), (0, 1 << 26), (10**9, 1)):
-        monkeypatch.setattr(latents, "QUERIES_OF_A_LATENT", queries)
+        monkeypatch.setattr("nanoinfer.layers.latent_attention.FEWER_QUERIES", queries)
         monkeypatch.setattr("nanoinfer.layers.latent_attention.MADE_AT_ONCE", numbers)
         llm = make_llm(str(tmp_path), max_num_batched_tokens=50, **CASES[name].small)
         for _ in range(2):
@@ -253,6 +257,43 @@ def test_matrices_in_fp8(blocks: list[int], ranks: int, make_llm: Callable[..., 
     )
     for output in llm.generate(PROMPTS, greedy(5, ignore_eos=True), use_tqdm=False):
         assert output.token_ids == oracle.greedy(output.prompt_token_ids, 5, ignore_eos=True)
+
+
+KIMI = replace(
+    PUBLISHED["int4 groups"],
+    config={
+        **PUBLISHED["int4 groups"].config,
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    },
+    others=dict.fromkeys(["self_attn", "shared_experts", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]),
+)
+IN_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96} | {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "v_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("published", [KIMI, PUBLISHED["awq"]], ids=["experts alone, as in Kimi K2", "awq"])
+def test_matrices_in_int4(published: Published, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    case = CASES["deepseek-v3"]
+    build(replace(case, settings={**case.settings, **IN_GROUPS}), tmp_path / "source")
+    dense = write_in_four_bits(tmp_path / "source", tmp_path, published)
+    oracle = Oracle(str(dense))
+    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, max_model_len=128)
+    for output in llm.generate(PROMPTS, greedy(5, ignore_eos=True), use_tqdm=False):
+        assert output.token_ids == oracle.greedy(output.prompt_token_ids, 5, ignore_eos=True)
+
+
+def test_what_is_the_texts_may_say_how_its_matrices_are_stored(tmp_path: Path) -> None:
+    build(CASES["kimi-k2.5 multimodal"], tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["text_config"]["quantization_config"] = KIMI.config
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = describe(Checkpoint.open(str(tmp_path)).hf_config)
+    assert model.expert_format(1).name == "int4"
+    assert model.formats.of("model.layers.1.self_attn.o_proj") == PLAIN
 
 
 @pytest.mark.parametrize("quantization", of_each_kind(zip(["int4", "fp8", "int8", "mxfp4"]), 0))

@@ -12,8 +12,8 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries
 
 # A query that meets latents costs more than one that meets keys, but these have to be made, of each latent. So few
-# queries for a latent meet it as it is.
-QUERIES_OF_A_LATENT = 16
+# queries for a latent meet it as it is. A GPU's rows read latents one by one: there the number is calculated.
+QUERIES_OF_A_ROW = 16
 LATENTS_AT_ONCE = 1 << 16  # of several sequences, so that what is made of them takes little memory
 
 
@@ -34,17 +34,18 @@ class Made:
 
 
 def plan_prefill(
-    context: Context, group: GroupContext, block_size: int, backend: AttentionBackend
+    context: Context, group: GroupContext, block_size: int, backend: AttentionBackend, few: float
 ) -> Context | list[Made]:
     """Return how the sequences of a prefill step attend: to latents, as in this step, or in these parts to keys.
 
     group: of latents, whose blocks have block_size tokens
+    few: up to so many queries for a latent meet it, where the backend's `prefill` takes latents
     """
     packed = context.prefill
     assert packed is not None
     lens = list(zip(packed.query_lens, packed.context_lens, strict=True))
     pairs = sum(queries * (2 * keys - queries) // 2 for queries, keys in lens)
-    if pairs <= QUERIES_OF_A_LATENT * sum(packed.context_lens):
+    if pairs <= (few if backend.prefills_latents else QUERIES_OF_A_ROW) * sum(packed.context_lens):
         if backend.prefills_latents:
             return context
         rows = _as_rows(context, packed, group)

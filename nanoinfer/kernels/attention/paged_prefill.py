@@ -138,6 +138,11 @@ def _attend_causally(
         return attended.view(heads, queries, -1).transpose(0, 1)
     if mask is None and (queries < tokens or window is not None):
         mask = _causal_mask(queries, tokens, window, q.device)
+    if kv_heads == 1 < heads and v.shape[2] < head_dim:  # of latents: torch would copy them for each query head
+        own = q.transpose(0, 1).reshape(1, 1, -1, head_dim)
+        seen = (_causal_mask(queries, tokens, window, q.device) if mask is None else mask).repeat(heads, 1)
+        attended = F.scaled_dot_product_attention(own, k[None], v[None], seen, scale=scale)
+        return attended.view(heads, queries, -1).transpose(0, 1)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )

@@ -102,5 +102,7 @@ def _in_sections(
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:
     tied = bool(getattr(config, "tie_word_embeddings", False))  # the outer one decides, and a class may have none
-    formats = read_formats(config).of_language_model()
-    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, formats=formats)
+    text = config.get_text_config()
+    is_whole = getattr(config, "quantization_config", None) is not None  # else it may be in what is the text's
+    formats = read_formats(config if is_whole else text).of_language_model()
+    return replace(describe(text), tied=tied, is_multimodal=True, formats=formats)
