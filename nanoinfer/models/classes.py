@@ -40,8 +40,10 @@ LACKING = {
     "DeepseekV4ForCausalLM": "hyper-connections",
     "GlmMoeDsaForCausalLM": "sparse indexers",
     "KimiLinearForCausalLM": "Kimi Delta Attention",
+    "LongcatFlashForCausalLM": "layers of two halves, with experts beside both",
+    "MiMoV2FlashForCausalLM": "values that are smaller than keys",
 }
-"""Classes whose attention is latent, too, and what they have that nanoinfer lacks."""
+"""Relatives of classes with latent attention, and what they have that nanoinfer lacks."""
 
 ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
 READERS = BARE | OF_ENCODERS | ALL_CLASSIFIERS
