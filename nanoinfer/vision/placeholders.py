@@ -98,6 +98,14 @@ def _qwen(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return Placeholder(image, "Qwen2VLImageProcessor", expand)
 
 
+def _glm4v(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    return replace(_qwen(config, tokenizer), image_processor="Glm4vImageProcessor")
+
+
+def _glm46v(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    return replace(_qwen(config, tokenizer), image_processor="Glm46VImageProcessor")
+
+
 def _image(config: PretrainedConfig, tokenizer: Any) -> str:
     """Return the token in whose place an embedding is put."""
     return str(tokenizer.convert_ids_to_tokens(config.image_token_id))
@@ -107,6 +115,9 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,
+    "Glm4vForConditionalGeneration": _glm4v,
+    "Glm4vMoeForConditionalGeneration": _glm4v,
+    "Glm46VForConditionalGeneration": _glm46v,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,

@@ -21,6 +21,16 @@ QWEN3_VISION = {
 }
 QWEN3_5_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 
+GLM_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "image_size": 56,
+    "patch_size": 14,
+}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 APERTUS_VISION = {"codebook_size": 10, "embed_dim": 4, "latent_channels": 4, "base_channels": 32}
 APERTUS_SOUND = {
     "model_type": "wavtokenizer_encoder",
@@ -74,6 +84,29 @@ MULTIMODAL = {
         "mistral3",
         {"model_type": "mistral4", **LATENT["mistral4"].settings, "tie_word_embeddings": False},
         {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "glm4v": Case(
+        "Glm4vForConditionalGeneration",
+        "glm4v",
+        {"rope_parameters": GLM_ROPE, "head_dim": 12, "tie_word_embeddings": False},
+        GLM_VISION,
+    ),
+    "glm46v": Case(
+        "Glm46VForConditionalGeneration",
+        "glm46v",
+        {"rope_parameters": GLM_ROPE, "head_dim": 12, "tie_word_embeddings": False},
+        GLM_VISION,
+    ),
+    "glm4v-moe": Case(
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        {
+            **EXPERTS,
+            "n_routed_experts": 6,
+            "rope_parameters": {**GLM_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            "tie_word_embeddings": False,
+        },
+        GLM_VISION,
     ),
     "kimi-k2.5 multimodal": Case(
         "Kimi_K25ForConditionalGeneration",

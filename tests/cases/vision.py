@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
-from cases.multimodal import MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
+from cases.multimodal import GLM_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.videos.kinds import CLASSES
@@ -143,6 +143,14 @@ def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
+def _glm(kind: str) -> Callable[[PreTrainedTokenizerBase], Any]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> Any:
+        size = {"shortest_edge": 56 * 56, "longest_edge": 2 * 128 * 128}
+        return getattr(transformers, f"{kind}Processor")(_backend(f"{kind}ImageProcessor")(size=size), tokenizer, None)
+
+    return make
+
+
 CLIPPED = {"use_clipped_linears": True, "standardize": True}
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
 QWEN = f"{BEGIN}{IMAGE}{END}"
@@ -179,6 +187,9 @@ SEEING = {
     "qwen3-vl-moe": Seeing("qwen3-vl-moe", DEEP, QWEN3_PROCESSOR, QWEN),
     "qwen3.5": Seeing("qwen3.5 multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
     "qwen3.5-moe": Seeing("qwen3.5moe multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
+    "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
+    "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
+    "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),
 }
 
 

@@ -23,20 +23,25 @@ GLM4_NAMES = ModuleNames(
 
 def describe_glm(config: PretrainedConfig) -> Description:
     """Describe a model of the first GLM-4 checkpoints: norms stand before the branches alone."""
-    return _describe(config, ModuleNames(gate_up=GATE_UP))
+    return _describe(config, ModuleNames(gate_up=GATE_UP), config.attention_bias)
 
 
 def describe_glm4(config: PretrainedConfig) -> Description:
     """Describe a model of the GLM-4-0414 checkpoints: branches' results have norms, too."""
-    return _describe(config, GLM4_NAMES)
+    return _describe(config, GLM4_NAMES, config.attention_bias)
 
 
-def _describe(config: PretrainedConfig, names: ModuleNames) -> Description:
+def describe_glm4v(config: PretrainedConfig) -> Description:
+    """Describe the text part of GLM-4.1V and 4.6V-Flash: a GLM-4-0414 with biases."""
+    return _describe(config, GLM4_NAMES, True)
+
+
+def _describe(config: PretrainedConfig, names: ModuleNames, has_biases: bool) -> Description:
     refuse_windows(config)
     rope = read_rope(config, read_rotary_dim(config), interleaved=True)
     return describe_common(
         config,
         names=names,
         ropes=(rope,) * config.num_hidden_layers,
-        qkv_bias=config.attention_bias,
+        qkv_bias=has_biases,
     )

@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import apertus, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import apertus, glm, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.families.latent import deepseek, mistral4
+from nanoinfer.models.families.mixtures import glm4_moe
 from nanoinfer.models.reading import refuse_windows
 from nanoinfer.models.rope import in_sections
 from nanoinfer.models.settings import refuse
@@ -47,6 +48,16 @@ def describe_gemma4(config: PretrainedConfig) -> Description:
     if config.get_text_config().use_bidirectional_attention != "vision":
         return model
     return replace(model, whole_images=tuple(window is not None for window in model.windows))
+
+
+def describe_glm4v(config: PretrainedConfig) -> Description:
+    """Describe a GLM-4.1V or a GLM-4.6V-Flash: positions as in Qwen2-VL."""
+    return _in_sections(config, _describe_text(config, glm.describe_glm4v), [8, 12, 12], interleaved=False)
+
+
+def describe_glm4v_moe(config: PretrainedConfig) -> Description:
+    """Describe a GLM-4.5V or 4.6V: positions as in Qwen2-VL."""
+    return _in_sections(config, _describe_text(config, glm4_moe.describe_glm4v_moe), [8, 12, 12], interleaved=False)
 
 
 def describe_kimi(config: PretrainedConfig) -> Description:

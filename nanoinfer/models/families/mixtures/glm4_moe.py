@@ -34,6 +34,19 @@ def describe(config: PretrainedConfig) -> Description:
     )
 
 
+def describe_glm4v_moe(config: PretrainedConfig) -> Description:
+    """Describe the text part of GLM-4.5V and 4.6V: a GLM-4.5 without norms of queries and keys."""
+    refuse_windows(config)
+    rope = read_rope(config, read_rotary_dim(config))
+    return describe_common(
+        config,
+        names=NAMES,
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        experts=read_corrected_experts(config, sparse_from(config, "first_k_dense_replace")),
+    )
+
+
 def describe_solar_open(config: PretrainedConfig) -> Description:
     """Describe a Solar Open model (Upstage, 2025): experts in all layers, and no norms of queries and keys."""
     refuse_windows(config)
