@@ -181,6 +181,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     is_old = not any(key.startswith("model.language_model.") for key in weights)
 
     def renamed(key: str) -> str:
+        key = key.replace("mlp_AR.", "projector.")  # PaddleOCR-VL's
         if any(part in key for part in ("vision", "visual", "projector", "audio")):
             return key.removeprefix("model.") if key.startswith("model.") else f"model.{key}"
         if is_old:

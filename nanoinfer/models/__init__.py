@@ -95,6 +95,7 @@ FAMILIES = {
     "OlmoForCausalLM": "olmo.describe_olmo",
     "OlmoHybridForCausalLM": "olmo.describe_hybrid",
     "OPTForCausalLM": "classics.opt.describe",
+    "PaddleOCRVLForConditionalGeneration": "multimodal.describe_paddleocr_vl",
     "PersimmonForCausalLM": "classics.persimmon.describe",
     "Phi3ForCausalLM": "phi3.describe",
     "PhiForCausalLM": "classics.phi.describe",

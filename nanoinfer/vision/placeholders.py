@@ -106,6 +106,10 @@ def _glm46v(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return replace(_qwen(config, tokenizer), image_processor="Glm46VImageProcessor")
 
 
+def _paddleocr(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    return replace(_qwen(config, tokenizer), image_processor="PaddleOCRVLImageProcessor")
+
+
 def _image(config: PretrainedConfig, tokenizer: Any) -> str:
     """Return the token in whose place an embedding is put."""
     return str(tokenizer.convert_ids_to_tokens(config.image_token_id))
@@ -119,6 +123,7 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Glm4vMoeForConditionalGeneration": _glm4v,
     "Glm46VForConditionalGeneration": _glm46v,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "PaddleOCRVLForConditionalGeneration": _paddleocr,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,
     "Qwen3VLForConditionalGeneration": _qwen,

@@ -53,6 +53,7 @@ class TransformersTower:
         self.num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
+        self._derives = hasattr(getattr(self._model, "visual", None), "spatial_merge_size")
         if device.type == "cuda":
             take_fewer_passes(self._model)
 
@@ -123,13 +124,14 @@ class TransformersTower:
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
-        if name in (GRIDS, SIZES) or self._device.type == "cpu":
+        on_host = name == SIZES or (name == GRIDS and self._derives)
+        if on_host or self._device.type == "cpu":
             return tensor
         return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
 
     def _derived(self, grids: Tensor | None) -> dict[str, Tensor]:
         """Return what towers of GRIDS would compute of these, where they lie."""
-        if grids is None:
+        if grids is None or not self._derives:
             return {}
         on_host, on_device = derive(self._model.visual, grids)
         return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}

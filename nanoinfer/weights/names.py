@@ -12,6 +12,8 @@ TOWER = (
     "visual.",
     "embed_vision.",
     "vision_embedder.",
+    "projector.",
+    "mlp_AR.",
 )  # those of its tower
 # These begin those of all its other tensors.
 OTHER_MODELS = (
@@ -24,7 +26,12 @@ OTHER_MODELS = (
     "vision_projection.",
     "mm_projector.",
 )
-SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
+SPELLINGS = (
+    ("mlp_AR.", "projector."),
+    (".vision_model.", "."),
+    ("vision_embedder.", "embed_vision."),
+    (".multimodal_embedder.", "."),
+)
 
 
 class Names(Protocol):

@@ -108,6 +108,12 @@ MULTIMODAL = {
         },
         GLM_VISION,
     ),
+    "paddleocr-vl": Case(
+        "PaddleOCRVLForConditionalGeneration",
+        "paddleocr_vl",
+        {"rope_parameters": MROPE, "use_bias": True},
+        {**VISION, "image_size": 56, "patch_size": 14},
+    ),
     "kimi-k2.5 multimodal": Case(
         "Kimi_K25ForConditionalGeneration",
         "kimi_k25",

@@ -143,6 +143,11 @@ def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
+def _paddleocr(tokenizer: PreTrainedTokenizerBase) -> Any:
+    size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
+    return transformers.PaddleOCRVLProcessor(_backend("PaddleOCRVLImageProcessor")(size=size), tokenizer)
+
+
 def _glm(kind: str) -> Callable[[PreTrainedTokenizerBase], Any]:
     def make(tokenizer: PreTrainedTokenizerBase) -> Any:
         size = {"shortest_edge": 56 * 56, "longest_edge": 2 * 128 * 128}
@@ -190,6 +195,9 @@ SEEING = {
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),
+    "paddleocr-vl": Seeing(
+        "paddleocr-vl", {**VISION, "image_size": 56, "patch_size": 14}, _paddleocr, f"{BEGIN}{IMAGE}{END}"
+    ),
 }
 
 

@@ -47,6 +47,11 @@ def describe_ernie4_5(config: PretrainedConfig) -> Description:
     return _in_pairs(config, qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias)
 
 
+def describe_paddleocr(config: PretrainedConfig) -> Description:
+    """Describe the text part of PaddleOCR-VL (Baidu, 2025): an ERNIE 4.5 whose heads are rotated in halves."""
+    return describe_common(config, qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias)
+
+
 def _in_pairs(config: PretrainedConfig, **biases: Any) -> Description:
     """Describe a model whose heads are rotated in pairs of neighbours, in all layers alike."""
     refuse_windows(config)

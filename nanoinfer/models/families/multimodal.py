@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import apertus, glm, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import apertus, glm, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.families.latent import deepseek, mistral4
@@ -74,6 +74,11 @@ def describe_mistral3(config: PretrainedConfig) -> Description:
 def describe_muse_glimmer(config: PretrainedConfig) -> Description:
     """Describe a Muse Glimmer."""
     return _describe_text(config, muse_glimmer.describe)
+
+
+def describe_paddleocr_vl(config: PretrainedConfig) -> Description:
+    """Describe a PaddleOCR-VL: positions as in Qwen2-VL."""
+    return _in_sections(config, _describe_text(config, llama.describe_paddleocr), [16, 24, 24], interleaved=False)
 
 
 def describe_qwen2_vl(config: PretrainedConfig) -> Description:
