@@ -69,6 +69,7 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": "mixtures.hunyuan_moe.describe",
     "HyperCLOVAXForCausalLM": "granite.describe_hyperclovax",
     "HYV3ForCausalLM": "mixtures.hy_v3.describe",
+    "InternVLForConditionalGeneration": "multimodal.describe_internvl",
     "Jais2ForCausalLM": "classics.nemotron.describe_jais2",
     "Kimi_K25ForConditionalGeneration": "multimodal.describe_kimi",
     "Kolibri1ForCausalLM": "exaone4.describe_kolibri",

@@ -36,7 +36,7 @@ FLOAT_BYTES = 4  # of a pixel's value, once it is normalised
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
-COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
+COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image")  # are made for the prompt alone
 ASPECT = 200  # no longer image is taken where sizes count pixels
 CHANNELS = 3
 FRAMES = "temporal_patch_size"  # of an image processor: a tower for videos takes an image so many times
@@ -159,6 +159,8 @@ class ImageProcessor:
         if self._setting("do_pan_and_scan"):
             height = self._setting("pan_and_scan_min_crop_size")
             return height, height * self._setting("pan_and_scan_max_num_crops")
+        if self._setting("crop_to_patches"):
+            return _fill(self._setting("max_patches"), size["height"])
         if _counts_pixels(size):
             side = self._setting("patch_size") * self._setting("merge_size")
             most = size["longest_edge"] // side**2

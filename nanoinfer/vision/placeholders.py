@@ -71,6 +71,16 @@ def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return replace(_gemma4(config, tokenizer), options=options)
 
 
+def _internvl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    image, begin, end = _image(config, tokenizer), tokenizer.start_image_token, tokenizer.end_image_token
+
+    def expand(made: Pixels) -> str:
+        return f"{begin}{image * (config.image_seq_length * int(made['num_patches'][0]))}{end}"
+
+    fixed = {"image_seq_length": (config.image_seq_length,)}
+    return Placeholder(image, "GotOcr2ImageProcessor", expand, {"crop_to_patches": True}, fixed)
+
+
 def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, patch, merge = _image(config, tokenizer), config.vision_config.patch_size, config.spatial_merge_size
     side = patch * merge
@@ -122,6 +132,7 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
     "Glm46VForConditionalGeneration": _glm46v,
+    "InternVLForConditionalGeneration": _internvl,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
     "Qwen2VLForConditionalGeneration": _qwen,

@@ -21,6 +21,7 @@ QWEN3_VISION = {
 }
 QWEN3_5_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 
+INTERN_VISION = {**VISION, "image_size": [56, 56], "patch_size": [14, 14]}
 GLM_VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -113,6 +114,20 @@ MULTIMODAL = {
         "paddleocr_vl",
         {"rope_parameters": MROPE, "use_bias": True},
         {**VISION, "image_size": 56, "patch_size": 14},
+    ),
+    "internvl3.5": Case(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {"model_type": "qwen3", "tie_word_embeddings": False},
+        INTERN_VISION,
+        outer={"image_seq_length": 4},
+    ),
+    "internvl": Case(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        INTERN_VISION,
+        outer={"image_seq_length": 4},
     ),
     "kimi-k2.5 multimodal": Case(
         "Kimi_K25ForConditionalGeneration",

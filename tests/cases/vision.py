@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
-from cases.multimodal import GLM_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
+from cases.multimodal import GLM_VISION, INTERN_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.videos.kinds import CLASSES
@@ -89,6 +89,9 @@ def _tokenizer() -> PreTrainedTokenizerBase:
         "video_token": VIDEO,
         "vision_start_token": BEGIN,
         "vision_end_token": END,
+        "start_image_token": BEGIN,
+        "end_image_token": END,
+        "context_image_token": IMAGE,
         "break_token": "[IMG_BREAK]",
         "end_token": "[IMG_END]",
     }
@@ -143,6 +146,13 @@ def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
+def _internvl(tokenizer: PreTrainedTokenizerBase) -> Any:
+    image_processor = _backend("GotOcr2ImageProcessor")(
+        size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=4
+    )
+    return transformers.InternVLProcessor(image_processor, tokenizer, None, image_seq_length=4)
+
+
 def _paddleocr(tokenizer: PreTrainedTokenizerBase) -> Any:
     size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
     return transformers.PaddleOCRVLProcessor(_backend("PaddleOCRVLImageProcessor")(size=size), tokenizer)
@@ -192,6 +202,8 @@ SEEING = {
     "qwen3-vl-moe": Seeing("qwen3-vl-moe", DEEP, QWEN3_PROCESSOR, QWEN),
     "qwen3.5": Seeing("qwen3.5 multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
     "qwen3.5-moe": Seeing("qwen3.5moe multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
+    "internvl": Seeing("internvl", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
+    "internvl3.5": Seeing("internvl3.5", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),

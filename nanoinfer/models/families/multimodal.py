@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,6 +61,11 @@ def describe_glm4v_moe(config: PretrainedConfig) -> Description:
     return _in_sections(config, _describe_text(config, glm4_moe.describe_glm4v_moe), [8, 12, 12], interleaved=False)
 
 
+def describe_internvl(config: PretrainedConfig) -> Description:
+    """Describe an InternVL whose files transformers reads ("-hf"), with the text part of any supported class."""
+    return _describe_text(config, _describe_any)
+
+
 def describe_kimi(config: PretrainedConfig) -> Description:
     """Describe a Kimi K2.5, whose images are not read; transformers saves its layers as the tower's are named."""
     return replace(_describe_text(config, deepseek.describe_v3), spelling=Spelling(parts=((".blocks.", ".layers."),)))
@@ -107,6 +113,17 @@ def describe_qwen3_5(config: PretrainedConfig) -> Description:
 def describe_qwen3_5_moe(config: PretrainedConfig) -> Description:
     """Describe a Qwen3.5 model of experts: positions as in Qwen2-VL."""
     return _in_sections(config, _describe_text(config, qwen3_5.describe_moe), [11, 11, 10])
+
+
+def _describe_any(text: PretrainedConfig) -> Description:
+    """Describe a text part by its own class, or by the one that transformers has for its model_type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from nanoinfer.models import describe  # which imports this file
+
+    named = copy(text)
+    named.architectures = text.architectures or [NAMES.get(text.model_type, text.model_type)]
+    return describe(named)
 
 
 def _in_sections(
