@@ -34,6 +34,7 @@ FAMILIES = {
     "Dots1ForCausalLM": "mixtures.glm4_moe.describe_dots1",
     "Ernie4_5_MoeForCausalLM": "mixtures.ernie4_5_moe.describe",
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
+    "Exaone4_5_ForConditionalGeneration": "multimodal.describe_exaone4_5",
     "Exaone4ForCausalLM": "exaone4.describe",
     "ExaoneMoeForCausalLM": "exaone4.describe_moe",
     "FalconForCausalLM": "classics.falcon.describe",

@@ -22,12 +22,17 @@ def take_fewer_passes(model: nn.Module) -> None:
     from transformers.activations import GELUTanh  # here, for a model that cannot see does without
 
     for module in model.modules():
-        if hasattr(module, "qkv") and hasattr(module, "num_heads"):
+        if hasattr(module, "num_heads") and _has_equal_parts(getattr(module, "qkv", None)):
             _replace(module, _attend)
         elif hasattr(module, "linear_fc1") and isinstance(module.act_fn, GELUTanh):
             _replace(module, _mlp)
         elif isinstance(module, nn.Conv3d) and module.kernel_size == module.stride:
             _replace(module, _one_patch)
+
+
+def _has_equal_parts(qkv: nn.Module | None) -> bool:
+    """Return whether a projection gives as many numbers of keys, and of values, as of queries."""
+    return isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features
 
 
 def _replace(module: nn.Module, forward: Callable[..., Tensor]) -> None:

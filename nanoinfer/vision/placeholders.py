@@ -126,6 +126,7 @@ def _image(config: PretrainedConfig, tokenizer: Any) -> str:
 
 
 CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
+    "Exaone4_5_ForConditionalGeneration": _qwen,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,

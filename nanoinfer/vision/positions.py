@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,8 @@ class MropePositions:
         from transformers import MODEL_MAPPING
 
         kind = MODEL_MAPPING[type(config)]
-        if not hasattr(kind, "get_rope_index"):
+        # EXAONE 4.5 inherits the method, and refuses whatever it gets.
+        if "input_ids" not in signature(getattr(kind, "get_rope_index", len)).parameters:
             return None
         model = kind.__new__(kind)  # without its layers
         nn.Module.__init__(model)

@@ -22,6 +22,16 @@ QWEN3_VISION = {
 QWEN3_5_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 
 INTERN_VISION = {**VISION, "image_size": [56, 56], "patch_size": [14, 14]}
+EXAONE_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 48,
+    "fullatt_block_indexes": [1],
+    "window_size": 56,
+}
 GLM_VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -128,6 +138,17 @@ MULTIMODAL = {
         {"model_type": "qwen2", "tie_word_embeddings": True},
         INTERN_VISION,
         outer={"image_seq_length": 4},
+    ),
+    "exaone4.5": Case(
+        "Exaone4_5_ForConditionalGeneration",
+        "exaone4_5",
+        {
+            "model_type": "exaone4",
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "tie_word_embeddings": False,
+        },
+        EXAONE_VISION,
     ),
     "kimi-k2.5 multimodal": Case(
         "Kimi_K25ForConditionalGeneration",

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
-from cases.multimodal import GLM_VISION, INTERN_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
+from cases.multimodal import EXAONE_VISION, GLM_VISION, INTERN_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.videos.kinds import CLASSES
@@ -204,6 +204,7 @@ SEEING = {
     "qwen3.5-moe": Seeing("qwen3.5moe multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
     "internvl": Seeing("internvl", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
     "internvl3.5": Seeing("internvl3.5", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
+    "exaone4.5": Seeing("exaone4.5", EXAONE_VISION, _qwen("Exaone4_5_Processor", 14), QWEN),
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),

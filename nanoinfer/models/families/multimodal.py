@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import apertus, glm, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import apertus, exaone4, glm, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.families.latent import deepseek, mistral4
@@ -35,6 +35,11 @@ def describe_apertus1p5(config: PretrainedConfig) -> Description:
 def describe_embedding_gemma2(config: PretrainedConfig) -> Description:
     """Describe an EmbeddingGemma 2, whose images and sounds are not read."""
     return _describe_text(config, embedding_gemma2.describe)
+
+
+def describe_exaone4_5(config: PretrainedConfig) -> Description:
+    """Describe an EXAONE 4.5: a token has one position, and layers that guess further tokens are not read."""
+    return replace(_describe_text(config, exaone4.describe), skipped=("mtp.",))
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
