@@ -73,7 +73,10 @@ class Checkpoint:
         # Spans of one image share their pixels.
         pixels = [own for span, own in zip(prompt.spans, prompt.pixels, strict=True) if span.first == 0]
         inputs = {name: join([own[name] for own in pixels]) for name in (pixels[0] if pixels else ())}
-        if pixels and "mistral" not in self._seeing.case:
+        takes_tiles = hasattr(self.model.model, "connector")  # of all images of a prompt
+        if pixels and takes_tiles:
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        elif pixels and "mistral" not in self._seeing.case:
             inputs["token_type_ids" if "gemma3" in self._seeing.case else "mm_token_type_ids"] = types
         if pixels and "unified" in self._seeing.case:
             inputs["attention_mask"] = self._masks(types)

@@ -36,7 +36,8 @@ FLOAT_BYTES = 4  # of a pixel's value, once it is normalised
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
-COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image")  # are made for the prompt alone
+# Are made for the prompt alone, or say of each pixel of an image's tiles that it is there.
+COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "pixel_attention_mask")
 ASPECT = 200  # no longer image is taken where sizes count pixels
 CHANNELS = 3
 FRAMES = "temporal_patch_size"  # of an image processor: a tower for videos takes an image so many times
@@ -200,7 +201,8 @@ class ImageProcessor:
         except Exception as error:
             height, width, _ = image.shape
             raise ValueError(f"{name}, {width} x {height} pixels: cannot be processed: {error}") from error
-        return made
+        values = made[PIXEL_VALUES]
+        return made if values.ndim < 5 else {**made, PIXEL_VALUES: values[0]}  # of Idefics 3's one prompt
 
     def _key(self, image: np.ndarray) -> bytes:
         """Return the digest of an image in RGB and of the settings."""

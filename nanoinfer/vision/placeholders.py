@@ -71,6 +71,31 @@ def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return replace(_gemma4(config, tokenizer), options=options)
 
 
+def _idefics3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    of = config.vision_config
+    length = (of.image_size // of.patch_size) ** 2 // config.scale_factor**2
+    image, begin = _image(config, tokenizer), "<fake_token_around_image>"
+    whole = f"{begin}<global-img>{image * length}{begin}"
+
+    def expand(made: Pixels) -> str:
+        rows, columns = (int(made[name][0][0]) for name in ("rows", "cols"))
+        if rows == columns == 0:
+            return whole
+        tiles = (
+            "".join(f"{begin}<row_{row}_col_{column}>{image * length}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        )
+        return "\n".join([*tiles, "", whole])
+
+    options = {"return_row_col_info": True}
+    fixed = {"image_seq_len": (length,)}
+    return Placeholder(image, "Idefics3ImageProcessor", expand, options, fixed)
+
+
+def _smolvlm(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    return replace(_idefics3(config, tokenizer), image_processor="SmolVLMImageProcessor")
+
+
 def _internvl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, begin, end = _image(config, tokenizer), tokenizer.start_image_token, tokenizer.end_image_token
 
@@ -133,6 +158,7 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
     "Glm46VForConditionalGeneration": _glm46v,
+    "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": _internvl,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
@@ -142,4 +168,5 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "Qwen3_5ForConditionalGeneration": _qwen,
     "Qwen3_5MoeForConditionalGeneration": _qwen,
+    "SmolVLMForConditionalGeneration": _smolvlm,
 }  # that see

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SIZES = "image_sizes"  # an input of Mistral's tower
 OF_VALUES = (PIXEL_VALUES, SCALES)
-OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
+OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 # Of pixels: ten images of a megapixel in 16 bits. To launch a batch takes the host up to 20 ms, whatever is in it, and
 # more beside threads that make pixels; an H100 takes 9 ms for an image of Qwen3-VL-2B.
@@ -53,6 +53,7 @@ class TransformersTower:
         self.num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
+        self._takes_tiles = hasattr(self._model, "connector")  # Idefics 3's, of all images of a prompt
         self._derives = hasattr(getattr(self._model, "visual", None), "spatial_merge_size")
         if device.type == "cuda":
             take_fewer_passes(self._model)
@@ -107,8 +108,12 @@ class TransformersTower:
         placed = [{name: self._placed(name, tensor) for name, tensor in image.items()} for image in batch]
         inputs = {name: join([image[name] for image in placed]) for name in batch[0] if name not in OF_VALUES}
         inputs[PIXEL_VALUES] = join([normalised(image) for image in placed])
+        if self._takes_tiles:
+            inputs[PIXEL_VALUES] = inputs[PIXEL_VALUES][None]
         features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
+        if self._takes_tiles:
+            embeddings = list(embeddings[0].chunk(inputs[PIXEL_VALUES].shape[1]))
         if len(embeddings) > len(batch):  # Gemma 3's images may have crops
             rest = iter(embeddings)
             embeddings = [torch.cat(list(islice(rest, len(image[PIXEL_VALUES])))) for image in batch]

@@ -14,6 +14,8 @@ TOWER = (
     "vision_embedder.",
     "projector.",
     "mlp_AR.",
+    "vision_model.",
+    "connector.",
 )  # those of its tower
 # These begin those of all its other tensors.
 OTHER_MODELS = (

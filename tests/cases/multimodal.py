@@ -150,6 +150,20 @@ MULTIMODAL = {
         },
         EXAONE_VISION,
     ),
+    "idefics3": Case(
+        "Idefics3ForConditionalGeneration",
+        "idefics3",
+        {"model_type": "llama"},
+        {**VISION, "image_size": 56, "patch_size": 14},
+        outer={"scale_factor": 2, "tie_word_embeddings": True},
+    ),
+    "smolvlm": Case(
+        "SmolVLMForConditionalGeneration",
+        "smolvlm",
+        {"model_type": "llama"},
+        {**VISION, "image_size": 56, "patch_size": 14},
+        outer={"scale_factor": 2, "tie_word_embeddings": False},
+    ),
     "kimi-k2.5 multimodal": Case(
         "Kimi_K25ForConditionalGeneration",
         "kimi_k25",

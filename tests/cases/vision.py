@@ -16,7 +16,16 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
-from cases.multimodal import EXAONE_VISION, GLM_VISION, INTERN_VISION, MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
+from cases.multimodal import (
+    EXAONE_VISION,
+    GLM_VISION,
+    INTERN_VISION,
+    MULTIMODAL,
+    QWEN2_VISION,
+    QWEN3_5_VISION,
+    QWEN3_VISION,
+    VISION,
+)
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.videos.kinds import CLASSES
@@ -153,6 +162,15 @@ def _internvl(tokenizer: PreTrainedTokenizerBase) -> Any:
     return transformers.InternVLProcessor(image_processor, tokenizer, None, image_seq_length=4)
 
 
+def _idefics3(kind: str) -> Callable[[PreTrainedTokenizerBase], Any]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> Any:
+        sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+        image_processor = _backend(f"{kind}ImageProcessor")(**sizes)
+        return transformers.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)  # SmolVLM's wants num2words
+
+    return make
+
+
 def _paddleocr(tokenizer: PreTrainedTokenizerBase) -> Any:
     size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
     return transformers.PaddleOCRVLProcessor(_backend("PaddleOCRVLImageProcessor")(size=size), tokenizer)
@@ -205,6 +223,12 @@ SEEING = {
     "internvl": Seeing("internvl", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
     "internvl3.5": Seeing("internvl3.5", INTERN_VISION, _internvl, outer={"image_seq_length": 4}),
     "exaone4.5": Seeing("exaone4.5", EXAONE_VISION, _qwen("Exaone4_5_Processor", 14), QWEN),
+    "idefics3": Seeing(
+        "idefics3", {**VISION, "image_size": 56, "patch_size": 14}, _idefics3("Idefics3"), outer={"scale_factor": 2}
+    ),
+    "smolvlm": Seeing(
+        "smolvlm", {**VISION, "image_size": 56, "patch_size": 14}, _idefics3("SmolVLM"), outer={"scale_factor": 2}
+    ),
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),

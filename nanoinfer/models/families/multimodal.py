@@ -66,6 +66,11 @@ def describe_glm4v_moe(config: PretrainedConfig) -> Description:
     return _in_sections(config, _describe_text(config, glm4_moe.describe_glm4v_moe), [8, 12, 12], interleaved=False)
 
 
+def describe_idefics3(config: PretrainedConfig) -> Description:
+    """Describe an Idefics 3 or a SmolVLM."""
+    return replace(_describe_text(config, _describe_any), spelling=Spelling(parts=(("text_model.", ""),)))
+
+
 def describe_internvl(config: PretrainedConfig) -> Description:
     """Describe an InternVL whose files transformers reads ("-hf"), with the text part of any supported class."""
     return _describe_text(config, _describe_any)
