@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from random import Random
 from types import FrameType, SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 from cases import CASES, VOCAB, build
-from conftest import alike, amid_blocks, greedy
+from conftest import Oracle, alike, amid_blocks, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file
+from test_beam_search import assert_as_transformers
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout
@@ -342,10 +344,24 @@ def test_options_that_do_not_go_with_them(
         make_llm(folder, **{**OPTIONS, **options})
 
 
-def test_beams_are_refused(folder: str, make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm(folder, **OPTIONS)
-    with pytest.raises(ValueError, match="beam_search: layers of this model keep states"):
-        llm.beam_search([{"prompt_token_ids": [5]}], BeamSearchParams(beam_width=2, max_tokens=3))
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid"]), 0, 1))
+def test_beams_take_copies_of_states(name: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """A beam's children go on from its state; prompts end before a boundary of chunks, there, and behind it."""
+    oracle = SimpleNamespace(model=build(CASES[name], tmp_path))
+    llm = make_llm(str(tmp_path), **{**OPTIONS, "max_num_seqs": 8}, tensor_parallel_size=ranks)
+    random = Random(1)
+    for width, length in ((4, 6), (3, 4)):
+        prompts = [random.choices(range(3, 150), k=count) for count in (62, 64)]
+        params = BeamSearchParams(width, length, length_penalty=0.5, ignore_eos=True)
+        for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
+            assert_as_transformers(output, cast(Oracle, oracle), prompt, params, [1])
+    states = llm.engine.scheduler.block_manager.states
+    assert states is not None
+    states.begin_step()
+    assert len(states._free) + len(states._snapshots) == states.num_slots
+    with pytest.raises(ValueError, match=r"params.beam_width=40: must be at most \d+: layers of this model"):
+        llm.beam_search(prompts, BeamSearchParams(40, 3))
 
 
 @pytest.mark.parametrize("max_model_len", [4098, 20_100, 262_144])

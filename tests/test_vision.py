@@ -226,7 +226,7 @@ def test_each_class_that_sees_has_a_case() -> None:
 
 def test_a_class_that_does_not_see_is_named() -> None:
     config = AutoConfig.from_pretrained(BUNDLED_MODEL)
-    with pytest.raises(ValueError, match="architecture 'Qwen3ForCausalLM' takes no images here; those that do: Exaone4_5"):
+    with pytest.raises(ValueError, match=r"architecture 'Qwen3ForCausalLM' takes no images .*: Exaone4_5"):
         processor_of(BUNDLED_MODEL, config)
 
 

@@ -201,9 +201,10 @@ class BlockManager:
         """Return how many blocks of each group a fork of a sequence gets for itself."""
         return [int(len(seq) % group.block_size > 0) for group in self.groups]
 
-    def fork(self, seq: Sequence, other: Sequence) -> list[tuple[int, int]]:
+    def fork(self, seq: Sequence, other: Sequence, follows: bool = False) -> list[tuple[int, int]]:
         """Let another sequence of the same tokens share the full blocks of `seq` that `seq` has not released.
 
+        follows: all tokens have been computed; else the planned step does it, and leaves `other` a copy of the states
         `other` gets a block of its own for a copy of each last block that is not full.
         Returns these, as (block to copy, its copy).
         """
@@ -222,7 +223,9 @@ class BlockManager:
                 copies.append((table[num_full], own[num_full]))
         if self._has_windows:
             self._passed.append(other)
-        if self.states is not None:
+        if self.states is not None and follows:
+            self.states.follow(other, seq)
+        elif self.states is not None:
             self.states.fork(other)
         return copies
 

@@ -13,7 +13,7 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
-from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
+from nanoinfer.engine.beams.search import SLOTS_OF_A_BEAM, BeamSearch, BeamSearches
 from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prefixes.prefix_tree import NONE
@@ -154,10 +154,11 @@ class SearchesBeams(LoadsAdapters):
             raise ValueError(
                 "routed_experts=True: beam_search cannot tell the experts of beams; make the LLM without it"
             )
-        if config.cache_layout.states:
+        states = cast(LLMEngine, self.engine).scheduler.block_manager.states
+        if states is not None and params.beam_width > (widest := states.num_slots // SLOTS_OF_A_BEAM):
             raise ValueError(
-                "beam_search: layers of this model keep states, of which beams would need copies in every step; take"
-                " samples by generate, with SamplingParams(n=...)"
+                f"params.beam_width={params.beam_width}: must be at most {widest}: layers of this model keep states, of"
+                f" which there are {states.num_slots}; a larger max_num_seqs makes more"
             )
         most = config.description.vocab_size - len(self._stop_ids(params))
         if params.beam_width > most:

@@ -18,6 +18,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
+SLOTS_OF_A_BEAM = 2  # of states: its own, and at times the one from which it and others go on
 ANY_TOKEN = 0  # stands for a beam's next token, which is not chosen yet: only the likeliest in its place count
 
 
@@ -96,6 +97,9 @@ class BeamSearches:
             search = self._waiting[0]
             num_blocks = search.num_blocks(self._blocks.groups)
             num_beams = search.width + sum(other.width for other in self._running)
+            states = self._blocks.states
+            if self._running and states is not None and num_beams * SLOTS_OF_A_BEAM > states.num_slots:
+                break
             if num_blocks + sum(self._running.values()) > len(self._blocks.blocks):
                 break
             if self._running and num_beams > self._engine.scheduler.max_num_seqs:
@@ -119,8 +123,8 @@ class BeamSearches:
                 end = seq.images.last_end(end)
             if end <= start:
                 continue
-            chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
-            self._blocks.plan(seq, start, end)
+            states = self._blocks.plan(seq, start, end)
+            chunks.append(Chunk(seq, start, end, is_last=end == len(seq), states=states))
             seq.num_scheduled = end
             budget -= end - start
         return chunks
@@ -141,7 +145,7 @@ class BeamSearches:
     def _run(self, chunks: list[Chunk]) -> StepResult:
         """Let the ranks run a step, and read what is likely behind each sequence that it has completed."""
         result = planned(PrefillStep(chunks, []), time.perf_counter())
-        ranks, copies, self._copies = self._engine.ranks, self._copies, []
+        ranks, copies, self._copies = self._engine.ranks, self._blocks.take_copies() + self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
         images = self._engine.row_map.new_images(chunks)
@@ -163,7 +167,7 @@ class BeamSearches:
     def _describe(self, chunk: Chunk) -> ChunkMessage:
         seq = chunk.seq
         message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables)
-        message.is_long, message.adapter = seq.is_long, seq.adapter
+        message.is_long, message.adapter, message.states = seq.is_long, seq.adapter, chunk.states
         if seq.images is not None:
             message.images = seq.images.chunk(chunk.start, chunk.end)
         if chunk.is_last:
@@ -218,5 +222,5 @@ class BeamSearches:
         child = Sequence(tokens, seq.params, seq.seed, seq.max_len, seq.stop_ids, images=images, adapter=adapter)
         child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
         if seq.block_tables:
-            self._copies += self._blocks.fork(seq, child)
+            self._copies += self._blocks.fork(seq, child, follows=True)
         return child

@@ -103,15 +103,27 @@ class StateSlots:
         other.slot = self._find()
         self._waiting.remove(other)
 
+    def follow(self, other: Sequence, seq: Sequence) -> None:
+        """Give a sequence a slot, to go on from where `seq` is: its next chunk reads the slot of that one."""
+        other.slot = self._find()
+        assert other.slot != NONE
+        self._sources[other], self._stops[other] = self._sources.get(seq, seq.slot), set()
+
     def plan(self, seq: Sequence, start: int, end: int, node_at: NodeAt) -> ChunkStates:
         """Return where a chunk finds its states and leaves them. Its nodes have been recorded.
 
+        A chunk takes snapshots if it begins at a multiple of `grid`.
         node_at: returns the node of a sequence's first tokens; None: there is none
         """
         source = self._sources.pop(seq, seq.slot)
+        if self._is_used(seq.slot):  # those that follow it read the slot, in this step or later
+            seq.slot = self._find()
+            self._release(source)
         if source not in (NONE, seq.slot):
             self._in_use.add(source)
         planned = ChunkStates(source, seq.slot)
+        if start % self._grid:
+            return planned
         regular = range(start // self._interval * self._interval + self._interval, end + 1, self._interval)
         for position in sorted({*regular, *self._stops[seq]}, reverse=True):  # the last one is wanted most
             if start < position <= end and (node := node_at(seq, position)) is not None:
