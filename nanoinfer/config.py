@@ -95,7 +95,7 @@ class Config:
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
-        thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
+        thread. Models whose layers keep a state have it there alone, and they and some others not on several ranks
     routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
         tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
     max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start

@@ -27,7 +27,7 @@ from nanoinfer.config import Config
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
-from nanoinfer.models.ranks import check_ranks
+from nanoinfer.models.ranks import check_in_order, check_ranks
 
 DRAWN = [1, 2, 15, 16, 17, 40, 100, 300]  # tokens of prompts
 LENGTHS = [1, 15, 17, 40, 300]  # of those that run in one batch
@@ -567,9 +567,12 @@ def test_ranks_that_would_part_queries_from_their_keys(family: Callable[[str], t
             check_ranks(replace(model, num_heads=8), 2 * runs)
 
 
-def test_a_state_is_not_deterministic_yet(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
-    with pytest.raises(ValueError, match=r"deterministic=True: must be False for this model: .* keep a state"):
-        Config(family("lfm2")[0], device="cpu", deterministic=True)
+def test_a_state_is_not_deterministic_on_a_gpu(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
+    model = describe(family("lfm2")[1].config)
+    with pytest.raises(ValueError, match=r"deterministic=True: must be False for this model on a GPU: .* keep a state"):
+        check_in_order(model, 1, on_cpu=False)
+    with pytest.raises(ValueError, match="the CPU computes states in another way"):
+        check_in_order(model, 2, on_cpu=True)
 
 
 def test_every_class_has_a_case() -> None:

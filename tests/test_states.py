@@ -334,7 +334,7 @@ def test_as_many_run_at_once_as_there_is_memory_for(
             "max_num_batched_tokens=63: must be at least 64, as layers of this model keep",
         ),
         ({"state_dtype": "float16"}, "state_dtype='float16': must be one of 'float32', 'bfloat16'"),
-        ({"deterministic": True}, "deterministic=True"),
+        ({"deterministic": True, "tensor_parallel_size": 2}, "deterministic=True with tensor_parallel_size=2: the CPU"),
     ],
 )
 def test_options_that_do_not_go_with_them(
@@ -342,6 +342,25 @@ def test_options_that_do_not_go_with_them(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         make_llm(folder, **{**OPTIONS, **options})
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid"]), 0))
+def test_no_bit_depends_on_company(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Fresh, from snapshots, and in chunks beside others: each token is computed alone."""
+    build(CASES[name], tmp_path)
+    long = [7 * place % 150 for place in range(70)]
+    prompts = [long, [*long[:66], 3], [5, 6]]
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=4, n=2, logprobs=2, ignore_eos=True)
+    how = {**OPTIONS, "deterministic": True}
+    together = make_llm(str(tmp_path), **how, max_num_batched_tokens=64).generate(prompts, params, use_tqdm=False)
+    tight = make_llm(str(tmp_path), **how, num_kvcache_blocks=6)
+    outputs = [output for prompt in prompts for output in tight.generate([prompt], params, use_tqdm=False)]
+    outputs += tight.generate(prompts, params, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+    for output, expected in zip(outputs, [*together, *together], strict=True):
+        for sample, own in zip(output.samples, expected.samples, strict=True):
+            assert (sample.token_ids, sample.logprobs) == (own.token_ids, own.logprobs)
 
 
 @pytest.mark.usefixtures("one_thread")

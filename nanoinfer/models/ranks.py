@@ -46,10 +46,10 @@ def check_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
     """Raise ValueError if the model cannot give a token the same bits in any company, on this many ranks."""
     if model.is_encoder:
         raise ValueError("deterministic=True: must be False for this model: encoders have no order of sums")
-    if model.has_states:
+    if model.has_states and not on_cpu:
         raise ValueError(
-            "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
-            " chunks adds up in another order than token by token"
+            "deterministic=True: must be False for this model on a GPU: some of its layers keep a state, and computing"
+            " it in chunks adds up in another order than token by token; device='cpu' does not"
         )
     if model.latent is not None and not on_cpu:
         raise ValueError(
@@ -71,6 +71,8 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
         fault = f"on the CPU the number of ranks must divide {PARTS}"
     elif on_cpu and (model.score_cap is not None or model.logit_cap is not None):
         fault = "the CPU computes soft caps in another way for another number of heads"
+    elif model.has_states:
+        fault = "the CPU computes states in another way for another number of heads"
     elif model.latent is not None:
         fault = "the CPU makes keys of latents in another way for another number of heads"
     elif on_cpu and model.sinks:

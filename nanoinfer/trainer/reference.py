@@ -111,6 +111,7 @@ def _find_other(model: Description) -> str | None:
     others = {
         "experts": model.experts is not None,
         "latent attention": model.latent is not None,
+        "layers that keep a state": model.has_states,
         "output gates of attention": model.output_gate,
         "sinks of attention": model.sinks,
         "ALiBi": bool(model.alibi),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.message import ChunkMessage, StepMessage
+from nanoinfer.runner.message import ChunkMessage, ChunkStates, StepMessage
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
 
@@ -46,7 +47,9 @@ class OneByOne(Steps):
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         return torch.cat(
             [
-                self._run_token(token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter)
+                self._run_token(
+                    token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter, _states_of(chunk, position)
+                )
                 for chunk in chunks
                 for position, token_id in enumerate(chunk.token_ids, chunk.start)
             ]
@@ -60,7 +63,8 @@ class OneByOne(Steps):
         ]
         are_long = map(self._is_long, positions)
         slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
-        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, strict=True)
+        own = [None] * len(tokens) if context.states is None else map(_in_place, context.states.slots.tolist())
+        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, own, strict=True)
         return torch.cat([self._run_token(*row) for row in rows])
 
     def _is_long(self, position: int) -> bool:
@@ -68,12 +72,27 @@ class OneByOne(Steps):
         return self._long_from is not None and position >= self._long_from
 
     def _run_token(
-        self, token_id: int, position: int, block_tables: list[list[int]], is_long: bool, adapter: int
+        self,
+        token_id: int,
+        position: int,
+        block_tables: list[list[int]],
+        is_long: bool,
+        adapter: int,
+        states: ChunkStates | None,
     ) -> Tensor:
-        """Run the model over one token; returns its hidden state, [1, hidden_size]."""
-        chunk = ChunkMessage(array("i", [token_id]), position, block_tables, is_long=is_long, adapter=adapter)
-        inputs = PrefillInputs([chunk], [], self.kv_cache, may_adapt=self._may_adapt)
+        """Run the model over one token; returns its hidden state, [1, hidden_size].
+
+        states: where its layers find and leave theirs; snapshots are copies of what they leave
+        """
+        snapshots: dict[int, int] = {}
+        if states is not None:
+            states, snapshots = replace(states, snapshots={}), states.snapshots
+        tokens = array("i", [token_id])
+        chunk = ChunkMessage(tokens, position, block_tables, is_long=is_long, adapter=adapter, states=states)
+        inputs = PrefillInputs([chunk], [], self.kv_cache, self.states, may_adapt=self._may_adapt)
         hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
+        if states is not None and (snapshot := snapshots.get(position + 1)) is not None:
+            self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
         if self.holdings.routing is not None:
             self._experts.append(self.holdings.routing.taken(1))
         return hidden
@@ -86,3 +105,14 @@ class OneByOne(Steps):
         logits = self.logits_processors.gather(logits)  # every rank draws, from as many tokens as one rank would
         rows = zip(*(x.split(1) for x in (logits, temperatures, seeds, positions)), strict=True)
         return torch.cat([self.sampler(*row) for row in rows])
+
+
+def _states_of(chunk: ChunkMessage, position: int) -> ChunkStates | None:
+    """Return where a chunk's token finds states, and leaves them: those behind it are found in the sequence's slot."""
+    if chunk.states is None or position == chunk.start:
+        return chunk.states
+    return replace(chunk.states, source=chunk.states.slot)
+
+
+def _in_place(slot: int) -> ChunkStates:
+    return ChunkStates(slot, slot)
