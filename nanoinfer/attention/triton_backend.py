@@ -31,7 +31,7 @@ class TritonBackend:
         prefixes, bundles = context.prefixes, None
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
             k_cache, _ = context.layers[group.layers[0]]
-            if context.guesses is not None:
+            if context.guesses is not None and self.latent_heads is None:
                 bundles = _bundle(context.context_lens, context.guesses, k_cache, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
             own.plan = plan_decode(
