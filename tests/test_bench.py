@@ -582,7 +582,8 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     )
     mixers, of_latents = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None), 0
     if model.latent is not None:
-        mixers, of_latents = model.num_layers * model.latent.projected, model.num_layers * model.latent.weights
+        mixers, of_latents = model.num_layers * model.latent.projected, model.num_layers * model.latent.query_weights
+        of_latents += model.num_layers * model.latent.made_weights
     experts, mlps = model.experts, 3 * sum(model.mlp_sizes)
     if experts is not None:
         mlps += sum(experts.layers) * (experts.count * (3 * experts.size + 1) + 3 * (experts.shared_size or 0))

@@ -26,7 +26,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import latents, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries
-from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.attention.latents import plan_prefill
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.kernels.attention.decode_plan import parts_of, plan_decode
@@ -163,29 +163,41 @@ def packed_context(query_lens: list[int], context_lens: list[int], tables: Tenso
 
 
 def test_few_queries_meet_latents_and_many_meet_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of several sequences are taken some at a time; what is made lies in pages of its own, in their order."""
+    """Each sequence decides for itself, and neighbours that decide alike are taken some at a time.
+
+    What is made lies in pages of its own, in their order.
+    """
     monkeypatch.setattr(latents, "LATENTS_AT_ONCE", 130)
-    query_lens, context_lens = [60, 1, 70, 40], [60, 33, 70, 90]
+    query_lens, context_lens = [60, 33, 70, 1, 9, 40], [60, 33, 70, 60, 70, 90]
     cache, tables = cached(context_lens, (2, 24, 8, 16), torch.float32)
     backend = make_backend("torch", lay_out([Pages(1, 32, None, 24)], 16, 16))
     context = packed_context(query_lens, context_lens, tables, cache)
     parts = plan_prefill(context, context.groups[0], 16, backend, 16)
-    assert isinstance(parts, list)
-    assert [part.tokens for part in parts] == [slice(0, 61), slice(61, 131), slice(131, 171)]
-    for part, some in zip(parts, ([0, 1], [2], [3]), strict=True):
-        assert isinstance(part, Made)
+    assert [part.tokens for part in parts] == [slice(0, 93), slice(93, 163), slice(163, 173), slice(173, 213)]
+    for part, some in zip(parts, ([0, 1], [2], [3, 4], [5]), strict=True):
+        own = part.context.groups[0].block_tables
         for row, sequence in enumerate(some):
             blocks = -(-context_lens[sequence] // 16)
-            assert (
-                part.pages[part.group.block_tables[row, :blocks].long()].tolist() == tables[sequence, :blocks].tolist()
-            )
-    few = packed_context([3, 1, 9, 2], context_lens, tables, cache)
-    assert plan_prefill(few, few.groups[0], 16, backend, 16) is few
-    backend.prefills_latents = False  # as the kernels do
-    rows = plan_prefill(few, few.groups[0], 16, backend, 16)
-    assert isinstance(rows, Context)
-    assert rows.context_lens.tolist() == [58, 59, 60, 33, *range(62, 71), 89, 90]
-    assert rows.groups[0].block_tables[3].tolist() == tables[1].tolist()
+            used = own[row, :blocks] if part.pages is None else part.pages[own[row, :blocks].long()]
+            assert used.tolist() == tables[sequence, :blocks].tolist()
+    assert [part.pages is None for part in parts] == [False, False, True, False]
+
+
+def test_few_queries_are_rows_where_prefills_take_no_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is so on GPUs; a step of many sequences is divided."""
+    monkeypatch.setattr(latents, "ROWS_AT_ONCE", 10)
+    context_lens = [60, 33, 70, 90]
+    cache, tables = cached(context_lens, (2, 24, 8, 16), torch.float32)
+    backend = make_backend("torch", lay_out([Pages(1, 32, None, 24)], 16, 16))
+    backend.prefills_latents = False
+    context = packed_context([3, 1, 9, 1], context_lens, tables, cache)
+    parts = plan_prefill(context, context.groups[0], 16, backend, 16)
+    assert [part.tokens for part in parts] == [slice(0, 4), slice(4, 14)]
+    assert [part.context.context_lens.tolist() for part in parts] == [[58, 59, 60, 33], [*range(62, 71), 90]]
+    owners = [0, 0, 0, 1], [2] * 9 + [3]
+    for part, own in zip(parts, owners, strict=True):
+        assert part.pages is None
+        assert part.context.groups[0].block_tables.tolist() == tables[own].tolist()
 
 
 LATENT_CASES = ["deepseek-v2", "glm4moelite", "minicpm3 longrope"]

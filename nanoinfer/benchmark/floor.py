@@ -20,6 +20,7 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
 from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.plain.format import PLAIN
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ def _layer_weights(model: Description) -> Counter[Format]:
         prefix = f"model.layers.{layer}."
         if model.latent is not None:
             add(prefix + names.o, model.latent.projected)
-            counts[model.formats.of(prefix + names.o)] += model.latent.weights
+            counts[model.formats.of(prefix + names.o)] += model.latent.query_weights
+            counts[PLAIN] += model.latent.made_weights
         elif mixer is None:
             heads = next(attending)
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.attention.latents import Made, plan_prefill
+from nanoinfer.attention.latents import plan_prefill
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.latent.store import rotate_and_store
@@ -70,11 +70,14 @@ class LatentSizes:
         return FEWER_QUERIES * self.latent * made / max(2 * self.latent - made, 1)
 
     @property
-    def weights(self) -> int:
-        """Numbers in a layer's matrices but the one of the results, beside hidden_size: see `projected`."""
-        queries = self.heads * (self.plain + self.turning)
-        own = 0 if self.query_latent is None else self.query_latent * queries
-        return own + self.latent * self.heads * (self.plain + self.value)
+    def query_weights(self) -> int:
+        """Numbers in the matrix that makes queries of their latents; 0: there is none."""
+        return (self.query_latent or 0) * self.heads * (self.plain + self.turning)
+
+    @property
+    def made_weights(self) -> int:
+        """Numbers in the matrix that makes keys and values, which is multiplied in the model's dtype."""
+        return self.latent * self.heads * (self.plain + self.value)
 
     @property
     def projected(self) -> int:
@@ -136,12 +139,13 @@ class LatentAttention(nn.Module):
         else:
             if group.plan is None:
                 group.plan = plan_prefill(context, group, cache.shape[1], self.backend, self.sizes.few_queries)
-            if isinstance(group.plan, Context):
-                heads = self._meet_latents(q, group.plan)
-            else:
-                heads = torch.empty((len(q), q.shape[1], self.sizes.value), dtype=q.dtype, device=q.device)
-                for part in group.plan:
-                    self._meet_keys(q[part.tokens], cache, part, heads[part.tokens])
+            heads = torch.empty((len(q), q.shape[1], self.sizes.value), dtype=q.dtype, device=q.device)
+            for part in group.plan:
+                if part.pages is None:
+                    heads[part.tokens] = self._meet_latents(q[part.tokens], part.context)
+                else:
+                    pages = as_bytes(cache)[part.pages].view(cache.dtype)
+                    self._meet_keys(q[part.tokens], pages, part.context, heads[part.tokens])
         return self.o_proj(heads.flatten(1), adapters=context.adapters), residual
 
     def shards(self) -> Iterator[Shard]:
@@ -174,20 +178,21 @@ class LatentAttention(nn.Module):
         found = attend(queries, *cached, context, context.groups[0], self.scoring)
         return (found.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
 
-    def _meet_keys(self, q: Tensor, cache: Tensor, part: Made, out: Tensor) -> None:
+    def _meet_keys(self, q: Tensor, pages: Tensor, context: Context, out: Tensor) -> None:
         """Make keys and values of some sequences' latents, for a few heads at a time, and attend to them.
 
         q: [tokens, heads, head_dim], of these sequences; out: [tokens, heads, numbers of a value]
+        pages: [pages, block_size, 1, cached], of the cache
         """
         scales = self.scoring.kv_scales
-        pages = as_bytes(cache)[part.pages].view(cache.dtype)
         sizes, latents = self.sizes, read(pages, q.dtype, None if scales is None else scales[0]).squeeze(2)
         numbers = latents.shape[0] * latents.shape[1] * (2 * sizes.plain + sizes.turning + 2 * sizes.value)
         some = max(1, MADE_AT_ONCE // numbers)
         for first in range(0, q.shape[1], some):
             heads = slice(first, first + some)
             keys, values = self.maker.make(latents, heads)
-            out[:, heads] = self.backend.prefill(q[:, heads], keys, values, part.context, part.group, self.scoring)
+            own = context, context.groups[0], self.scoring
+            out[:, heads] = self.backend.prefill(q[:, heads], keys, values, *own)
 
 
 class KeysAndValues(Derived):

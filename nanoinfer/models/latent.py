@@ -33,6 +33,10 @@ def describe_latent(
         None if config.q_lora_rank is None else size_of(config, "q_lora_rank"),
         bool(config.attention_bias),
     )
+    if sizes.turning % 2:
+        raise ValueError(
+            f"model: qk_rope_head_dim={sizes.turning} in its config: must be even, as numbers turn in pairs"
+        )
     rope = read_rope(config, sizes.turning, types=types, interleaved=interleaved)
     fields: dict[str, Any] = {
         "latent": sizes,

@@ -223,6 +223,10 @@ def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -
     if factor is None:
         factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     dim, theta = 2 * len(plain), float(parameters["rope_theta"])
+    for name in ("short_factor", "long_factor"):
+        divisors = parameters.get(name)
+        if not isinstance(divisors, list) or len(divisors) != len(plain):
+            raise ValueError(f"model: {name}={divisors!r} in its config: must be a list of {len(plain)} numbers")
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     short, long = (
         _floats(1 / (torch.tensor([float(positive(name, divisor)) for divisor in parameters[name]]) * theta**exponents))

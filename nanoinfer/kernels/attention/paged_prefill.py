@@ -27,6 +27,7 @@ from nanoinfer.kernels.launch import RESERVED_BYTES, cdiv, next_power_of_2, shar
 
 MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
 MOST_TOGETHER = 4  # heads of a program
+SCORES_AT_ONCE = 1 << 25  # of the reference, where heads share one of keys
 QUERIES_AT_ONCE = 512  # the reference takes so many, where it computes a mask, so that this drops few scores
 
 
@@ -65,6 +66,8 @@ def paged_prefill_reference(
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
         has_mask = any(part is not None for part in (window, softcap, sinks, slopes)) or v_cache.shape[3] < q.shape[2]
         step = QUERIES_AT_ONCE if has_mask else query_len
+        if k_cache.shape[2] == 1:  # scores are computed for all heads at once
+            step = max(1, min(step, SCORES_AT_ONCE // (q.shape[1] * context_len)))
         for first in range(0, query_len, step):
             queries = min(step, query_len - first)
             tokens = slice(begin + first, begin + first + queries)

@@ -63,7 +63,7 @@ class DraftSteps:
     def prefill(self, prompts: PrefillInputs) -> None:
         """Compute the keys of chunks of prompts."""
         context = prompts.context
-        groups = [context.groups[number] for number in self._groups]
+        groups = [replace(context.groups[number], plan=None) for number in self._groups]  # the model's has its layers
         self._weights.model(prompts.token_ids, replace(context, layers=self._layers, groups=groups))
 
     def catch_up(self, chunks: list[ChunkMessage]) -> None:

@@ -281,7 +281,11 @@ def _told_of_draft(config: Config, needed: int) -> str:
     if config.draft is None:
         return ""
     numbers = [
-        sum(pages.numbers for pages in model.memory(config.tensor_parallel_size) if isinstance(pages, Pages))
+        sum(
+            pages.count * pages.numbers
+            for pages in model.memory(config.tensor_parallel_size)
+            if isinstance(pages, Pages)
+        )
         for model in config.models
     ]
     taken = needed * numbers[-1] / sum(numbers)
