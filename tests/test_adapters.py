@@ -16,8 +16,9 @@ from nanoinfer.weights.adapters.source import open_adapter
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
-TOWER = r".*(vision|visual|projector|embed_vision).*"
-LINEAR = {"target_modules": "all-linear", "exclude_modules": rf"{TOWER}|.*(shared_expert_gate|router.*|gate\.wg)"}
+TOWER = r".*(vision|visual|projector|connector|embed_vision).*"
+NO_MATRIX = r".*(shared_expert_gate|router.*|gate\.wg|kv_b_proj)"  # of those that multiply what a layer gets
+LINEAR = {"target_modules": "all-linear", "exclude_modules": rf"{TOWER}|{NO_MATRIX}"}
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 KINDS = [list(CASES).index(name) for name in ("llama", "phi3", "qwen3.5", "gemma4 multimodal, layer inputs")]
 MIXED = [

@@ -44,7 +44,7 @@ from nanoinfer.models.alibi import alibi_slopes
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import llama
 from nanoinfer.models.ranks import check_ranks_in_order
-from nanoinfer.models.self_attention import _scoring
+from nanoinfer.models.self_attention import scoring_of
 from nanoinfer.trainer.reference import _find_other
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
@@ -70,10 +70,10 @@ class TestSlopes:
 
     def test_each_rank_has_those_of_its_heads(self) -> None:
         model = replace(bundled(), alibi=alibi_slopes(bundled().num_heads))
-        halves = [_scoring(model, 0, rank(index, 2)).slopes for index in range(2)]
+        halves = [scoring_of(model, 0, rank(index, 2)).slopes for index in range(2)]
         assert torch.cat([half for half in halves if half is not None]).tolist() == pytest.approx(model.alibi)
         assert [half is not None and len(half) for half in halves] == [model.num_heads // 2] * 2
-        assert _scoring(bundled(), 0, rank(0, 2)).slopes is None
+        assert scoring_of(bundled(), 0, rank(0, 2)).slopes is None
 
 
 def bundled() -> Description:

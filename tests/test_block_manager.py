@@ -547,10 +547,16 @@ class TestStates:
         manager = BlockManager(20, alike(BLOCK), num_slots=8)
         (slot,) = compute(manager, numbered(6)).snapshots.values()
         seq = numbered(14)
-        first, second = compute(manager, seq, 9), compute(manager, seq)
+        first, second = compute(manager, seq, 8), compute(manager, seq)
         assert (first.source, first.slot) == (slot, seq.slot)
         assert (second.source, second.slot) == (seq.slot, seq.slot)
         assert list(second.snapshots) == [12]
+
+    def test_a_chunk_that_begins_amid_the_grid_takes_none(self) -> None:
+        """A kernel has states only at multiples of the grid from where the chunk begins."""
+        manager = BlockManager(20, alike(BLOCK), num_slots=8)
+        seq = numbered(14)
+        assert [list(states.snapshots) for states in (compute(manager, seq, 9), compute(manager, seq))] == [[], []]
 
     def test_a_long_prompt_leaves_one_now_and_then(self) -> None:
         manager = BlockManager(60, alike(256), num_slots=40)

@@ -236,6 +236,29 @@ def test_the_kernels_give_the_tokens_of_the_cpu(name: str, make_llm: Callable[..
         assert output.token_ids == other.token_ids
 
 
+def test_a_draft_reads_latents_of_its_own(
+    make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its latents have the model's numbers in another order, so that it guesses as the model does."""
+    monkeypatch.setattr("nanoinfer.layers.latent_attention.FEWER_QUERIES", 10**9)
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    for folder in (model, draft):
+        build(CASES["youtu"], folder)
+    weights, order = load_file(model / "model.safetensors"), torch.arange(40).roll(7)
+    for name, weight in weights.items():
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            weights[name] = torch.cat([weight[order], weight[40:]])
+        elif name.endswith("kv_a_layernorm.weight"):
+            weights[name] = weight[order]
+        elif name.endswith("kv_b_proj.weight"):
+            weights[name] = weight[:, order].contiguous()
+    save_file(weights, draft / "model.safetensors", {"format": "pt"})
+    llm = make_llm(str(model), device="cpu", speculation="draft", draft_model=str(draft), **CASES["youtu"].small)
+    for output in llm.generate(PROMPTS, greedy(16, ignore_eos=True), use_tqdm=False):
+        (sample,) = output.samples
+        assert sample.num_accepted_tokens == sample.num_proposed_tokens > 8
+
+
 def test_latents_in_fp8_are_nearly_as_good(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """A checkpoint's scale is that of latents and of keys; both forms read what is rounded."""
     build(CASES["minicpm3"], tmp_path)

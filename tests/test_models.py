@@ -394,6 +394,8 @@ def test_the_different_layers_run_alone(
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
         ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
         ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
+        ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [1.0] * 9}}, "long_factor=.*list of 8 num"),
+        ("deepseek-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 .*must be even"),
         ("glm4", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
         ("mistral window", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("mistral window", {"sliding_window": -3}, "sliding_window=-3 .*must be a number above 0"),

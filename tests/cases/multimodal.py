@@ -112,8 +112,9 @@ MULTIMODAL = {
         "Glm4vMoeForConditionalGeneration",
         "glm4v_moe",
         {
-            **EXPERTS,
             "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
             "rope_parameters": {**GLM_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
             "tie_word_embeddings": False,
         },
