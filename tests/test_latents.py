@@ -37,6 +37,7 @@ from nanoinfer.kernels.latent.store import rotate_and_store_reference, rotate_an
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models import check_architectures, describe
+from nanoinfer.runner.start.trials import Trials
 from nanoinfer.trainer.reference import reference
 from nanoinfer.weights.formats.plain.format import PLAIN
 
@@ -234,6 +235,16 @@ def test_the_kernels_give_the_tokens_of_the_cpu(name: str, make_llm: Callable[..
     llm = make_llm(str(tmp_path), device=DEVICE, attention_backend="triton", speculation="suffix", **how)
     for output, other in zip(llm.generate(PROMPTS, params, use_tqdm=False), expected, strict=True):
         assert output.token_ids == other.token_ids
+
+
+def test_a_start_tries_what_is_made_of_the_longest_context(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """A GPU measures its memory so."""
+    build(CASES["youtu"], tmp_path)
+    runner = make_llm(str(tmp_path), device="cpu", max_model_len=128, max_num_batched_tokens=40).engine.ranks.runner
+    step = Trials(runner.config, runner.steps.max_blocks, runner.device).largest_prefills()[-1]
+    (chunk,) = step.chunks
+    assert (chunk.start, len(chunk.token_ids)) == (87, 40)
+    runner.run(step)
 
 
 def test_a_draft_reads_latents_of_its_own(

@@ -391,7 +391,7 @@ def test_chunks_that_a_start_tries_begin_where_states_are_cut(max_model_len: int
         max_num_batched_tokens=16_384,
         max_num_seqs=512,
         max_model_len=max_model_len,
-        description=SimpleNamespace(generates=True),
+        description=SimpleNamespace(generates=True, latent=None),
         attention_backend="triton",
         is_in_order=False,
         speculation=None,

@@ -23,6 +23,7 @@ from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
 
 CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
+MANY_TOKENS = 1024  # more than such as attend to latents, and few beside a long context
 
 
 class Trials:
@@ -87,6 +88,10 @@ class Trials:
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
             start = min(MOST_KEYS + CHUNK, most - length) // CHUNK * CHUNK  # where states let chunks begin
             steps.append(self.prompt(length, start, adapter))
+        if config.description.latent is not None:
+            # What is made of the longest context's latents takes as much memory, however many tokens attend to it.
+            length = min(length, MANY_TOKENS)
+            steps.append(self.prompt(length, most - length, adapter))
         return steps
 
 
