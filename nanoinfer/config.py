@@ -359,9 +359,9 @@ class Config:
     @property
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
-        can_share = self.attention_backend == "triton" and not self.deterministic and self.description.generates
-        can_share = can_share and self.description.latent is None
-        return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
+        model, wishes = self.description, self.attention_backend == "triton" and not self.deterministic
+        can_share = model.generates and model.latent is None and None in model.attention_windows
+        return wishes and can_share and self.max_num_seqs > 1
 
     @property
     def is_on_ray(self) -> bool:

@@ -31,15 +31,20 @@ def describe_v2(config: PretrainedConfig) -> Description:
 
 
 def describe_v3(config: PretrainedConfig) -> Description:
-    """Describe a DeepSeek-V3, or a Kimi K2: routers correct their scores for the choice."""
-    guessing = guessing_layers(config, config.num_nextn_predict_layers and count_of(config, "num_nextn_predict_layers"))
+    """Describe a DeepSeek-V3, or a Kimi K2."""
+    return describe_corrected(config, sparse_from(config, "first_k_dense_replace"))
+
+
+def describe_corrected(config: PretrainedConfig, sparse: tuple[bool, ...]) -> Description:
+    """Describe a model whose routers correct their scores for the choice; sparse: which layers have experts."""
+    guesses = getattr(config, "num_nextn_predict_layers", None)
     return describe_latent(
         config,
         bool(config.rope_interleave),
         names=NAMES,
         o_bias=config.attention_bias,
-        experts=read_corrected_experts(config, sparse_from(config, "first_k_dense_replace")),
-        skipped=guessing,
+        experts=read_corrected_experts(config, sparse),
+        skipped=guessing_layers(config, guesses and count_of(config, "num_nextn_predict_layers")),
     )
 
 

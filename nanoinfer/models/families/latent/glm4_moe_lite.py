@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers, read_corrected_experts
-from nanoinfer.models.families.latent.deepseek import NAMES
-from nanoinfer.models.latent import describe_latent
-from nanoinfer.models.reading import guessing_layers
-from nanoinfer.models.settings import count_of
+from nanoinfer.models.experts import listed_layers
+from nanoinfer.models.families.latent.deepseek import describe_corrected
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,12 +14,4 @@ if TYPE_CHECKING:
 
 def describe(config: PretrainedConfig) -> Description:
     """Describe a GLM-4.7-Flash."""
-    has_further = getattr(config, "num_nextn_predict_layers", None)
-    return describe_latent(
-        config,
-        bool(config.rope_interleave),
-        names=NAMES,
-        o_bias=config.attention_bias,
-        experts=read_corrected_experts(config, listed_layers(config)),
-        skipped=guessing_layers(config, has_further and count_of(config, "num_nextn_predict_layers")),
-    )
+    return describe_corrected(config, listed_layers(config))
