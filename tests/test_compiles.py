@@ -32,6 +32,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_expand_kernel": 36,  # in float32, of rank 128
     "_go_through_kernel": 84,
     "_group_kernel": 20,
+    "_meet_kernel": 184,  # 64 heads
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256

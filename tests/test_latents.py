@@ -13,7 +13,7 @@ import torch
 from cases import CASES, build
 from cases.latent import LATENT
 from cases.layouts import PUBLISHED, Published
-from conftest import DEVICE, Oracle, greedy, of_each_kind, plan_ahead, whole_only
+from conftest import DEVICE, Oracle, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_four_bits import write_checkpoint as write_in_four_bits
 from test_fp8 import quantized
@@ -29,11 +29,14 @@ from nanoinfer.attention.context import Context, GroupContext, PackedQueries
 from nanoinfer.attention.latents import plan_prefill
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.decode_plan import parts_of, plan_decode
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.bundles import bundle
+from nanoinfer.kernels.attention.decode_plan import DecodePlan
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.latent.decode import meet_latents, parts_of, plan_latents, queries_at_once
 from nanoinfer.kernels.latent.store import rotate_and_store_reference, rotate_and_store_triton
+from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models import check_architectures, describe
@@ -45,7 +48,12 @@ Shape = tuple[int, int, int, int]  # query heads, numbers of a latent, of a rota
 
 SHAPES = [(4, 40, 8, 16), (20, 64, 16, 32)]
 LARGE = [(heads, 512, 64, 256) for heads in (16, 20, 64, 128)] + [(40, 256, 32, 256)]
+BUNDLED: list[tuple[Shape, int, int | None]] = [(SHAPES[0], 2, 1), (SHAPES[0], 4, None), (SHAPES[1], 3, 8)]
 OF_MODELS = [pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE]
+BUNDLED_OF_MODELS = [
+    pytest.param(LARGE[0], 4, None, marks=pytest.mark.gpu),
+    pytest.param(LARGE[1], 3, 8, marks=pytest.mark.gpu),
+]
 
 
 def cached(context_lens: list[int], shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -53,6 +61,13 @@ def cached(context_lens: list[int], shape: Shape, dtype: torch.dtype) -> tuple[T
     heads, latent, turning, block_size = shape
     cache, _, tables = paged(context_lens, heads, 1, latent + turning, block_size, dtype)
     return cache, tables
+
+
+def plan_ahead(*args: Any) -> DecodePlan:
+    """Call plan_latents. The kernel loads the plan early, so another kernel must run in between, as in a step."""
+    plan = plan_latents(*args)
+    launch_in_between(plan.shares.device)
+    return plan
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,13 +80,12 @@ def test_rows_meet_latents(shape: Shape, workers: int | None, dtype: torch.dtype
     cache, tables = cached(context_lens, shape, dtype)
     q = randn(len(context_lens), heads, latent + turning, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_ahead(lens, cache, workers, latent_heads=heads)
+    plan = plan_ahead(lens, cache, heads, latent, workers)
     keys = cache.float().nan_to_num()
     expected = paged_decode_reference(q.float(), keys, keys[..., :latent], tables, lens, 300, 0.1)
     for _ in range(2):  # two layers: the first must leave the plan unchanged
-        out = paged_decode_triton(q, cache, cache[..., :latent], tables, lens, 0.1, plan)
+        out = meet_latents(q, cache, latent, tables, lens, 0.1, plan)
         assert_close(out[:5], expected[:5])
-        assert plan.arrivals.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,22 +98,53 @@ def test_rows_meet_latents_in_fp8(shape: Shape, dtype: torch.dtype) -> None:
     q = randn(len(context_lens), heads, latent + turning, dtype=dtype)
     q[0, :, :latent] = 0
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_ahead(lens, in_fp8, 3, latent_heads=heads)
+    plan = plan_ahead(lens, in_fp8, heads, latent, 3)
     expected = paged_decode_reference(q.double(), numbers, numbers[..., :latent], tables, lens, 100, 0.1)
-    out = paged_decode_triton(q, in_fp8, in_fp8[..., :latent], tables, lens, 0.1, plan, kv_scales=scale)
+    out = meet_latents(q, in_fp8, latent, tables, lens, 0.1, plan, scale)
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "queries", "workers"), [(SHAPES[0], 3, 3), *whole_only(BUNDLED), *BUNDLED_OF_MODELS])
+def test_bundles_meet_latents(
+    shape: Shape, queries: int, workers: int | None, dtype: torch.dtype, in_fp8: bool
+) -> None:
+    """A row's last token and its guesses read a tile once; some see fewer latents than others."""
+    (heads, latent, turning, _), scale = shape, torch.tensor([0.5, 0.5], device=DEVICE)
+    context_lens, counts = [1, 100, 0, 300, 64], [2, 0, 0, 3, 1]
+    guesses = [(row, i) for row, count in enumerate(counts) for i in range(1, count + 1)]
+    row_of = torch.tensor([*range(len(counts)), *(row for row, _ in guesses)], device=DEVICE)
+    lens = [*context_lens, *(context_lens[row] + i for row, i in guesses)]
+    cache, tables = cached([length + count for length, count in zip(context_lens, counts, strict=True)], shape, dtype)
+    keys = cache.float().nan_to_num()
+    if in_fp8:
+        cache, numbers = quantized(keys, scale[0])
+        keys = numbers.float()
+    q, tables = randn(len(lens), heads, latent + turning, dtype=dtype), tables[row_of]
+    of_tokens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    first = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    first, numbers = first.cumsum(0).int() - first, first
+    bundles = bundle(of_tokens, first, numbers, max(counts), queries)
+    plan = plan_ahead(of_tokens, cache, heads, latent, workers, None, bundles)
+    expected = paged_decode_reference(q.float(), keys, keys[..., :latent], tables, of_tokens, 303, 0.1)
+    out = meet_latents(q, cache, latent, tables, of_tokens, 0.1, plan, scale if in_fp8 else None)
+    has = of_tokens > 0
+    assert_close(out[has], expected[has])
+
+
 def test_many_heads_are_divided_among_programs() -> None:
-    assert [parts_of(heads) for heads in (1, 16, 20, 40, 64, 96, 128)] == [1, 1, 1, 2, 2, 3, 4]
     heads, lens = 128, torch.tensor([40, 70], dtype=torch.int32, device=DEVICE)
     cache, tables = cached([40, 70], (heads, 32, 16, 16), torch.float32)
+    few = [1, 16, 20, 40, 64, 96, 128]
+    assert [parts_of(some, cache.half()) for some in few] == [1, 1, 1, 1, 1, 2, 2]
+    assert [parts_of(some, cache) for some in few] == [1, 1, 1, 2, 2, 3, 4]
+    assert [queries_at_once(8, some, cache.half()) for some in few] == [9, 4, 3, 1, 1, 1, 1]
     q = randn(2, heads, 48)
-    plan = plan_decode(lens, cache, 2, latent_heads=heads)
-    assert plan.heads_apart == 4
+    plan = plan_latents(lens, cache, heads, 32, 2)
     keys = cache.nan_to_num()
     expected = paged_decode_reference(q, keys, keys[..., :32], tables, lens, 70, 0.1)
-    assert_close(paged_decode_triton(q, cache, cache[..., :32], tables, lens, 0.1, plan), expected)
+    assert_close(meet_latents(q, cache, 32, tables, lens, 0.1, plan), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +184,7 @@ def test_what_stands_in_the_cache(
     for write in (rotate_and_store_reference, rotate_and_store_triton):
         own, cache = q.clone(), torch.full((2, block_size, 1, latent + turning), 9.0, dtype=dtype, device=DEVICE)
         cache, kv_scales = cache.to(FP8 if in_fp8 else dtype), torch.tensor([0.25, 0.25], device=DEVICE)
-        write(own, kv, norm, cos_sin, interleaved, factors, positions, cache, slots, kv_scales)
+        write(own, own[..., plain:], kv, norm, cos_sin, interleaved, factors, positions, cache, slots, kv_scales)
         cache = cache.to(dtype)
         assert cache.eq(9).all(dim=-1).sum() == 2 * block_size - 4
         assert in_fp8 or cache[0, 2, 0, latent:].isnan().all()
@@ -227,7 +272,7 @@ def test_both_forms_give_the_same_tokens(
 
 @pytest.mark.parametrize("name", of_each_kind(zip(LATENT_CASES), 0))
 def test_the_kernels_give_the_tokens_of_the_cpu(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """Guesses meet latents one by one."""
+    """Guesses meet latents in bundles."""
     build(CASES[name], tmp_path)
     params = greedy(6, ignore_eos=True)
     how = {"dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16}

@@ -15,6 +15,7 @@ from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.latent.decode import meet_latents, plan_latents, queries_at_once
 
 
 class TritonBackend:
@@ -23,24 +24,27 @@ class TritonBackend:
     prefills_latents = False
 
     def __init__(self, layout: CacheLayout, latent_heads: int | None = None) -> None:
-        """latent_heads: as for plan_decode"""
+        """latent_heads: query heads that see one latent; None: the cache has keys and values"""
         self.groups, self.latent_heads = layout.groups, latent_heads
 
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
-        prefixes, bundles = context.prefixes, None
+        prefixes, bundles, guesses = context.prefixes, None, context.guesses
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
-            k_cache, _ = context.layers[group.layers[0]]
-            if context.guesses is not None and self.latent_heads is None:
-                bundles = _bundle(context.context_lens, context.guesses, k_cache, prefixes)
+            k_cache, v_cache = context.layers[group.layers[0]]
+            if self.latent_heads is not None:
+                if guesses is not None:
+                    queries = queries_at_once(guesses.most, self.latent_heads, k_cache)
+                    bundles = _bundle(context.context_lens, guesses, queries, None)
+                heads, latent = self.latent_heads, v_cache.shape[3]
+                own.plan = plan_latents(context.context_lens, k_cache, heads, latent, bundles=bundles)
+                continue
+            if guesses is not None:
+                queries = queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+                bundles = _bundle(context.context_lens, guesses, queries, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
             own.plan = plan_decode(
-                context.context_lens,
-                k_cache,
-                window=group.window,
-                prefixes=prefixes,
-                bundles=bundles,
-                latent_heads=self.latent_heads,
+                context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
             )
             prefixes = None  # the first group's alone
 
@@ -84,7 +88,10 @@ class TritonBackend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
     ) -> Tensor:
         """Attend from one query per token; prefixes that several share are read once, if no window hides these."""
-        plan, shared = group.plan, None
+        plan, shared, latent = group.plan, None, v_cache.shape[3]
+        if self.latent_heads is not None:
+            tables, lens = group.block_tables, context.context_lens
+            return meet_latents(q, k_cache, latent, tables, lens, scoring.scale, plan, scoring.kv_scales)
         if plan.own_starts is not None:
             assert context.prefixes is not None
             shared = attend_to_prefixes(
@@ -116,9 +123,8 @@ class TritonBackend:
         )
 
 
-def _bundle(context_lens: Tensor, guesses: Guesses, k_cache: Tensor, prefixes: SharedPrefixes | None) -> Bundles | None:
-    """Return the bundles of a verifying step; None if its tokens attend one by one."""
-    queries = queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+def _bundle(context_lens: Tensor, guesses: Guesses, queries: int, prefixes: SharedPrefixes | None) -> Bundles | None:
+    """Return the bundles of a verifying step; None if its tokens attend one by one. queries: of a bundle, at most"""
     if queries == 1:
         return None
     return bundle(context_lens, guesses.first, guesses.counts, guesses.most, queries, prefixes, guesses.row_of)

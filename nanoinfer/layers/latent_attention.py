@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.attention.latents import plan_prefill
+from nanoinfer.attention.latents import Part, plan_prefill
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.latent.store import rotate_and_store
@@ -30,7 +30,7 @@ from nanoinfer.weights.formats.matrix import Derived
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section, Shard
 
-MADE_AT_ONCE = 1 << 26  # numbers of keys and values that are made of latents
+MADE_AT_ONCE = 1 << 27  # numbers of keys and values that are made of latents
 FEWER_QUERIES = 2 / 3  # than operations say, meet latents
 NORM_EPS = 1e-6  # whatever other norms add
 
@@ -131,21 +131,21 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         q, kv, residual = self._project(x, residual, joint, context)
-        (cache, _), group, rotary = context.layers[self.layer], context.groups[0], self.rotary
+        (cache, _), group, rotary, sizes = context.layers[self.layer], context.groups[0], self.rotary, self.sizes
+        of_latents = None
+        turned = q[..., sizes.plain :]
+        if context.prefill is None:  # all queries meet latents
+            of_latents = q.new_empty(*q.shape[:2], sizes.cached)
+            turned = of_latents[..., sizes.latent :]
         how = rotary.cos_sin, rotary.interleaved, self.query_scales, context.rotary_rows
-        rotate_and_store(q, kv, self.kv_norm.norm, *how, cache, group.slot_mapping, self.scoring.kv_scales)
-        if context.prefill is None:
-            heads = self._meet_latents(q, context)
+        rotate_and_store(q, turned, kv, self.kv_norm.norm, *how, cache, group.slot_mapping, self.scoring.kv_scales)
+        if of_latents is not None:
+            heads = self._meet_latents(q, of_latents, context)
         else:
             if group.plan is None:
-                group.plan = plan_prefill(context, group, cache.shape[1], self.backend, self.sizes.few_queries)
-            heads = torch.empty((len(q), q.shape[1], self.sizes.value), dtype=q.dtype, device=q.device)
-            for part in group.plan:
-                if part.pages is None:
-                    heads[part.tokens] = self._meet_latents(q[part.tokens], part.context)
-                else:
-                    pages = as_bytes(cache)[part.pages].view(cache.dtype)
-                    self._meet_keys(q[part.tokens], pages, part.context, heads[part.tokens])
+                group.plan = plan_prefill(context, group, cache.shape[1], self.backend, sizes.few_queries)
+            met = [self._meet(part, q[part.tokens], cache) for part in group.plan]
+            heads = met[0] if len(met) == 1 else torch.cat(met)
         return self.o_proj(heads.flatten(1), adapters=context.adapters), residual
 
     def shards(self) -> Iterator[Shard]:
@@ -168,31 +168,46 @@ class LatentAttention(nn.Module):
         q = self.q_proj.project(joined, adapters=context.adapters)
         return q.unflatten(-1, (-1, self.sizes.plain + self.sizes.turning)), kv, residual
 
-    def _meet_latents(self, q: Tensor, context: Context) -> Tensor:
-        """Attend to latents; returns [tokens, heads, numbers of a value]."""
-        keys, values = self.maker.by_head
-        plain, turning = q.split([self.sizes.plain, self.sizes.turning], dim=-1)
-        queries = torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), turning], dim=-1)
-        cached = context.layers[self.layer]
-        attend = self.backend.decode if context.prefill is None else self.backend.prefill
-        found = attend(queries, *cached, context, context.groups[0], self.scoring)
-        return (found.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
+    def _meet(self, part: Part, q: Tensor, cache: Tensor) -> Tensor:
+        """Attend from some sequences of a prefill step; q: theirs. Returns [tokens, heads, numbers of a value]."""
+        if part.pages is not None:
+            return self._meet_keys(q, as_bytes(cache)[part.pages].view(cache.dtype), part.context)
+        of_latents = q.new_empty(*q.shape[:2], self.sizes.cached)
+        of_latents[..., self.sizes.latent :] = q[..., self.sizes.plain :]
+        return self._meet_latents(q, of_latents, part.context)
 
-    def _meet_keys(self, q: Tensor, pages: Tensor, context: Context, out: Tensor) -> None:
+    def _meet_latents(self, q: Tensor, of_latents: Tensor, context: Context) -> Tensor:
+        """Attend to latents; returns [tokens, heads, numbers of a value].
+
+        of_latents: [tokens, heads, cached], the queries that meet latents; the rotated numbers are there, the others
+            are yet to be made of q's
+        """
+        keys, values = self.maker.by_head
+        sizes, cached = self.sizes, context.layers[self.layer]
+        plain = q[..., : sizes.plain].transpose(0, 1)
+        torch.bmm(plain, keys, out=of_latents[..., : sizes.latent].transpose(0, 1))
+        attend = self.backend.decode if context.prefill is None else self.backend.prefill
+        found = attend(of_latents, *cached, context, context.groups[0], self.scoring)
+        heads = q.new_empty(*q.shape[:2], sizes.value)
+        torch.bmm(found.transpose(0, 1), values.transpose(1, 2), out=heads.transpose(0, 1))
+        return heads
+
+    def _meet_keys(self, q: Tensor, pages: Tensor, context: Context) -> Tensor:
         """Make keys and values of some sequences' latents, for a few heads at a time, and attend to them.
 
-        q: [tokens, heads, head_dim], of these sequences; out: [tokens, heads, numbers of a value]
-        pages: [pages, block_size, 1, cached], of the cache
+        q: [tokens, heads, head_dim], of these sequences; pages: [pages, block_size, 1, cached], of the cache
+        Returns [tokens, heads, numbers of a value].
         """
         scales = self.scoring.kv_scales
         sizes, latents = self.sizes, read(pages, q.dtype, None if scales is None else scales[0]).squeeze(2)
-        numbers = latents.shape[0] * latents.shape[1] * (2 * sizes.plain + sizes.turning + 2 * sizes.value)
+        numbers = latents.shape[0] * latents.shape[1] * (sizes.plain + sizes.turning + sizes.value)
         some = max(1, MADE_AT_ONCE // numbers)
+        met = []
         for first in range(0, q.shape[1], some):
             heads = slice(first, first + some)
             keys, values = self.maker.make(latents, heads)
-            own = context, context.groups[0], self.scoring
-            out[:, heads] = self.backend.prefill(q[:, heads], keys, values, *own)
+            met.append(self.backend.prefill(q[:, heads], keys, values, context, context.groups[0], self.scoring))
+        return met[0] if len(met) == 1 else torch.cat(met, dim=1)
 
 
 class KeysAndValues(Derived):
@@ -227,7 +242,8 @@ class KeysAndValues(Derived):
     @property
     def by_head(self) -> tuple[Tensor, Tensor]:
         """The matrices of the keys, [heads, plain, latent], and of the values, [heads, value, latent]."""
-        keys, values = self._weights.split([self.sizes.plain, self.sizes.value], dim=1)
+        weights = self.weight.unflatten(0, (-1, self.sizes.plain + self.sizes.value))
+        keys, values = weights.split([self.sizes.plain, self.sizes.value], dim=1)
         return keys, values
 
     def make(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
@@ -235,13 +251,13 @@ class KeysAndValues(Derived):
 
         latents: [pages, block_size, latent + turning]
         """
-        sizes = self.sizes
-        own, turning = latents.split([sizes.latent, sizes.turning], dim=-1)
-        made = (own @ self._weights[heads].flatten(0, 1).T).unflatten(-1, (-1, sizes.plain + sizes.value))
-        plain, values = made.split([sizes.plain, sizes.value], dim=-1)
-        shared = turning.unsqueeze(2).expand(*plain.shape[:3], -1)
-        return torch.cat([plain, shared], dim=-1), values.contiguous()
-
-    @property
-    def _weights(self) -> Tensor:
-        return self.weight.unflatten(0, (-1, self.sizes.plain + self.sizes.value))
+        sizes, tokens = self.sizes, latents.flatten(0, 1)
+        key_makers, value_makers = (matrices[heads].transpose(1, 2) for matrices in self.by_head)
+        own = tokens[:, : sizes.latent].expand(len(key_makers), -1, -1)
+        keys = latents.new_empty(*latents.shape[:2], len(own), sizes.plain + sizes.turning)
+        values = latents.new_empty(*keys.shape[:3], sizes.value)
+        plain, turning = keys.flatten(0, 1).split([sizes.plain, sizes.turning], dim=-1)
+        torch.bmm(own, key_makers, out=plain.transpose(0, 1))
+        turning.copy_(tokens[:, None, sizes.latent :])
+        torch.bmm(own, value_makers, out=values.flatten(0, 1).transpose(0, 1))
+        return keys, values

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import empty
 
-from nanoinfer.kernels.attention.decode_plan import plan_decode
-from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.latent.decode import meet_latents as meet
+from nanoinfer.kernels.latent.decode import plan_latents
 from nanoinfer.kernels.latent.store import rotate_and_store
 from nanoinfer.kernels.norm.norm import Norm
 
@@ -21,9 +21,9 @@ def meet_latents(
     """Attend from rows of a decode step. cached: the cache's dtype; None: the queries'"""
     cache = empty(64, 256, 1, sum(sizes), dtype=cached or dtype)
     lens, tables = empty(rows, dtype=torch.int32), empty(rows, 16, dtype=torch.int32)
-    plan = plan_decode(lens, cache, latent_heads=heads)
+    plan = plan_latents(lens, cache, heads, sizes[0])
     q = empty(rows, heads, sum(sizes), dtype=dtype)
-    paged_decode_triton(q, cache, cache[..., : sizes[0]], tables, lens, 1.0, plan, kv_scales=empty(2))
+    meet(q, cache, sizes[0], tables, lens, 1.0, plan, empty(2))
 
 
 def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -42,4 +42,6 @@ def store_latents(
     q, kv = empty(64, heads, 128 + turning, dtype=dtype), empty(64, latent + turning, dtype=dtype)
     norm, cache = Norm(empty(latent, dtype=dtype), 1e-6), empty(64, 256, 1, latent + turning, dtype=cached or dtype)
     numbers = empty(64, dtype=torch.int32)
-    rotate_and_store(q, kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers, empty(2))
+    rotate_and_store(
+        q, q[..., 128:], kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers, empty(2)
+    )

@@ -24,11 +24,10 @@ from nanoinfer.kernels.launch import (
     wait_for_predecessor,
 )
 
-MAX_TILE, LEAST_TILE = 128, 16  # keys
+MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
 MANY_ROWS = 512
-LATENT_HEADS = 32  # of a program at most, whose results of latents the registers of eight warps hold
 # What a row's workers leave to the last of them grows with the queries of a bundle (calculated for an H100).
 LEAST_WORKERS, PROGRAMS_OF_A_BUNDLE = 8, 64
 
@@ -68,7 +67,6 @@ class DecodePlan:
     own_starts: those of the prefixes that plan_decode got, or of the bundles
     programs: how the workers run
     bundles: given if each row of the plan is a bundle
-    heads_apart: into so many parts the query heads are divided that see one latent, and each has such workers
     """
 
     shares: Tensor
@@ -78,7 +76,6 @@ class DecodePlan:
     window: int | None
     programs: Programs
     bundles: Bundles | None = None
-    heads_apart: int = 1
 
 
 def plan_decode(
@@ -89,7 +86,6 @@ def plan_decode(
     prefixes: SharedPrefixes | None = None,
     programs: Programs | None = None,
     bundles: Bundles | None = None,
-    latent_heads: int | None = None,
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
 
@@ -99,7 +95,6 @@ def plan_decode(
     prefixes: what the rows read together, if there is no window; None: nothing
     programs: None: choose_programs' own
     bundles: of the step's tokens, whose contexts are divided in place of the tokens' own; made with the same prefixes
-    latent_heads: query heads that see one latent; None: the cache has keys and values
     """
     assert window is None or prefixes is None
     queries, own_starts = 1, None if prefixes is None else prefixes.own_starts
@@ -107,11 +102,8 @@ def plan_decode(
         context_lens, queries, own_starts = bundles.context_lens, bundles.queries, bundles.own_starts
         assert (own_starts is None) == (prefixes is None)
     rows, device = len(context_lens), context_lens.device
-    kv_heads = heads_apart = 1 if latent_heads is None else parts_of(latent_heads)
-    if latent_heads is None:
-        kv_heads = k_cache.shape[2]
-        programs = programs or choose_programs(rows, k_cache, bundles is not None, prefixes is not None)
-    programs = programs or _latent_programs(k_cache, (latent_heads or 1) // heads_apart)
+    kv_heads = k_cache.shape[2]
+    programs = programs or choose_programs(rows, k_cache, bundles is not None, prefixes is not None)
     if workers is None:
         workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
         if bundles is not None:
@@ -124,7 +116,6 @@ def plan_decode(
         window,
         programs,
         bundles,
-        heads_apart,
     )
     # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
     block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, next_power_of_2(rows)), 8
@@ -181,25 +172,6 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False, share
         # launch.py. Three programs in place of two then read 30,000 keys as fast as with five stages.
         return Programs(tile, stages=4, warps=4, per_multiprocessor=3, make_way=True)
     return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
-
-
-def parts_of(heads: int) -> int:
-    """Return into how many parts query heads that see one latent are divided: as few as programs have room for."""
-    return next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= LATENT_HEADS)
-
-
-def _latent_programs(k_cache: Tensor, heads: int) -> Programs:
-    """Return programs of so many heads; shared memory holds queries and two tiles of latents. Not measured yet."""
-    _, block_size, _, numbers = k_cache.shape
-    few, queries = heads <= 16, max(16, next_power_of_2(heads))
-    tile, programs = (32, 2) if few else (64, 1)
-    if k_cache.dtype == FP8:  # it takes registers to convert them
-        tile //= 2
-    room = (shared_memory(k_cache.device) - RESERVED_BYTES) // programs // (numbers * k_cache.itemsize)
-    while tile > LEAST_TILE and 2 * tile + queries > room:
-        tile //= 2
-    stages = 5 if 2 * tile + queries <= room else 3
-    return Programs(math.gcd(block_size, tile), stages, warps=4 if few else 8, per_multiprocessor=programs)
 
 
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])

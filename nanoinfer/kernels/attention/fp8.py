@@ -78,15 +78,6 @@ def narrow_queries(q, IN_TERMS: tl.constexpr):
 
 
 @triton.jit
-def narrow_both(q, rest):
-    """Return two parts of queries, [lanes, numbers], as narrow_queries returns queries, in one unit."""
-    wide, wide_rest = q.to(tl.float32), rest.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), tl.max(tl.abs(wide_rest), axis=1))
-    largest = tl.maximum(largest, 1e-30)
-    return (wide / largest[:, None]).to(tl.float16), (wide_rest / largest[:, None]).to(tl.float16), largest
-
-
-@triton.jit
 def multiply_keys(q, k, IN_TERMS: tl.constexpr):
     """Return the products of what narrow_queries returns and keys: [lanes, keys], if IN_TERMS [keys, LANES]."""
     if IN_TERMS:

@@ -10,16 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.bundles import load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
-from nanoinfer.kernels.attention.fp8 import (
-    LANES,
-    can_split,
-    load_halves,
-    multiply_keys,
-    narrow_both,
-    narrow_queries,
-    read,
-    twice,
-)
+from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
 from nanoinfer.kernels.attention.scores import (
     Bias,
     bias_in_log2,
@@ -112,26 +103,22 @@ def paged_decode_triton(
 ) -> Tensor:
     """paged_decode_reference with the plan's window, as one launch, or as two that follow attend_to_prefixes.
 
-    v_cache: its numbers are k_cache's own, or the first of these, of latents, which all query heads see
     plan: from plan_decode of the same context_lens; if it has bundles, queries in none of them get no output
     shared: what attend_to_prefixes, the launch just before, makes of the tokens that come before the plan's own_starts;
         None: the plan has no own_starts
     """
     assert (shared is None) == (plan.own_starts is None)
     bundles = plan.bundles
-    (rows, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
-    _, block_size, cached_heads, _ = k_cache.shape
-    of_latents = value_dim < head_dim
-    assert not of_latents or (cached_heads == 1 and bundles is None)
-    kv_heads = plan.heads_apart if of_latents else cached_heads
+    rows, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     lanes = group if bundles is None else group * bundles.queries
-    in_terms = bundles is None and not of_latents and can_split(q, k_cache, plan.programs.tile)
+    in_terms = bundles is None and can_split(q, k_cache, plan.programs.tile)
     factor, cap = in_log2(scale, softcap)
-    out = torch.empty((rows, heads, value_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
     out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
-    partial = torch.empty((kv_heads, workers, 2, lanes, value_dim), dtype=torch.float32, device=q.device)
+    partial = torch.empty((kv_heads, workers, 2, lanes, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((kv_heads, workers, 2, lanes), dtype=torch.float32, device=q.device)
     grid = (workers, kv_heads) if shared is None else (kv_heads, workers)  # so that late workers come last
     _paged_decode_kernel[grid](
@@ -161,7 +148,6 @@ def paged_decode_triton(
         GROUP=group,
         QUERIES=1 if bundles is None else bundles.queries,
         HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
@@ -172,8 +158,7 @@ def paged_decode_triton(
         MAKE_WAY=plan.programs.make_way and shared is None,
         TILE=plan.programs.tile,
         BLOCK_G=max(16, next_power_of_2(lanes)),
-        BLOCK_D=max(16, next_power_of_2(value_dim)),
-        BLOCK_REST=max(16, next_power_of_2(head_dim - value_dim)) if of_latents else 0,
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         maxnreg=plan.programs.registers,
@@ -213,7 +198,6 @@ def _paged_decode_kernel(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -225,13 +209,8 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Of latents, all heads see one key, whose first numbers are the value: a tile of them is loaded once for both.
-    LATENT: tl.constexpr = BLOCK_REST > 0
-    CACHED_HEADS: tl.constexpr = 1 if LATENT else KV_HEADS
-    BY_HALVES: tl.constexpr = IN_FP8 and not LATENT
     if SHARES:
         kv_head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     else:
@@ -260,12 +239,9 @@ def _paged_decode_kernel(
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_D // 2)
-    if LATENT:
-        rest = tl.arange(0, BLOCK_REST)
-        is_rest = rest < HEAD_DIM - VALUE_DIM
     lane = g % GROUP if QUERIES > 1 else g % LANES if IN_TERMS else g
     head = kv_head * GROUP + lane
-    q_mask = (g < GROUP)[:, None] & (d < VALUE_DIM)[None, :]
+    q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     KEYS: tl.constexpr = 0 if IN_TERMS else 1  # the axis of the scores that has a place for each key
     V_DTYPE: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
     scored = tl.arange(0, LANES if IN_TERMS else BLOCK_G)
@@ -287,25 +263,19 @@ def _paged_decode_kernel(
         end_tile = tl.minimum(row_tiles, tile + left)
         if QUERIES > 1:
             table_row = tl.maximum(tl.max(token, axis=0), 0)
-            q_mask = (token >= 0)[:, None] & (d < VALUE_DIM)[None, :]
+            q_mask = (token >= 0)[:, None] & (d < HEAD_DIM)[None, :]
             q_ptrs = q_ptr + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
             if WINDOW > 0:
                 first_key = tl.maximum(tl.min(tl.where(token >= 0, query_len, context_len), axis=0) - WINDOW, 0)
         else:
             table_row, token = row, row
             q_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
-        loaded = (lane < GROUP)[:, None] & (d < VALUE_DIM)[None, :] if IN_TERMS else q_mask
+        loaded = (lane < GROUP)[:, None] & (d < HEAD_DIM)[None, :] if IN_TERMS else q_mask
         q = load_complete(q_ptrs, loaded, 0.0) if SHARES else tl.load(q_ptrs, mask=loaded, other=0.0)
-        if LATENT:
-            rest_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + VALUE_DIM + rest[None, :]
-            q_rest = tl.load(rest_ptrs, mask=(g < GROUP)[:, None] & is_rest[None, :], other=0.0)
         table = block_tables_ptr + table_row * table_stride
         row_factor = factor
         if IN_FP8 and q.dtype == tl.bfloat16:
-            if LATENT:
-                q, q_rest, unit = narrow_both(q, q_rest)
-            else:
-                q, unit = narrow_queries(q, IN_TERMS)
+            q, unit = narrow_queries(q, IN_TERMS)
             row_factor = factor * tl.expand_dims(unit, KEYS)
 
         top = tl.full(scored.shape, -1e30, tl.float32)
@@ -316,29 +286,21 @@ def _paged_decode_kernel(
             total = has_sink.to(tl.float32)
         if IN_TERMS:  # each key of a tile has a total of its own, so that a sum over keys waits for the row's end
             total = tl.where((n == 0)[:, None], total[None, :], 0.0)
-        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if BY_HALVES else BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
-            cached_head = 0 if LATENT else kv_head
-            first = first_numbers(table, start, n, cached_head, CACHED_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
+            first = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
             seen = start + n < context_len
             if WINDOW > 0:
                 seen &= start + n >= first_key
-            kv_mask = seen[:, None] & (d < VALUE_DIM)[None, :]
+            kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0).to(q.dtype)
-            if BY_HALVES:
+            if IN_FP8:
                 half_mask = seen[:, None] & (half < HEAD_DIM // 2)[None, :]
                 v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, V_DTYPE, ON_GPU)
-            elif LATENT:
-                v = k
             else:
                 v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
-            products = multiply_keys(q, k, IN_TERMS)
-            if LATENT:
-                k_ptrs = k_cache_ptr + first + VALUE_DIM + rest[None, :]
-                k_rest = tl.load(k_ptrs, mask=seen[:, None] & is_rest[None, :], other=0.0).to(q.dtype)
-                products += multiply_keys(q_rest, k_rest, IN_TERMS)
-            scores = scores_in_log2(products, row_factor, CAP)
+            scores = scores_in_log2(multiply_keys(q, k, IN_TERMS), row_factor, CAP)
             if slopes_ptr is not None:
                 position = (query_len[:, None] if QUERIES > 1 else context_len) - 1
                 key = tl.expand_dims(start + n, 1 - KEYS)
@@ -359,13 +321,11 @@ def _paged_decode_kernel(
             else:
                 total = total * rescale + tl.sum(weights, axis=1)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            if BY_HALVES:
+            if IN_FP8:
                 acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
-        if BY_HALVES:
-            acc = tl.interleave(acc, acc2)
         if IN_FP8:
-            acc *= v_scale
+            acc = tl.interleave(acc, acc2) * v_scale
         if IN_TERMS:
             top, total = twice(top), twice(tl.sum(total, axis=0))
         acc = acc / tl.maximum(total, 1e-30)[:, None]
@@ -374,7 +334,7 @@ def _paged_decode_kernel(
         if QUERIES > 1:
             first_head -= g // GROUP * GROUP  # lane g has head g % GROUP
         if (tile == 0) & (end_tile == row_tiles):
-            target = out_ptr + (first_head + g)[:, None] * VALUE_DIM + d[None, :]
+            target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
             if SHARES:
                 is_query = token >= 0 if QUERIES > 1 else g < GROUP
@@ -382,7 +342,7 @@ def _paged_decode_kernel(
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
             place = (kv_head * workers + worker) * 2 + (tile == 0)
-            partial = partial_ptr + place * (QUERIES * GROUP * VALUE_DIM) + g[:, None] * VALUE_DIM + d[None, :]
+            partial = partial_ptr + place * (QUERIES * GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
             tl.store(partial, acc, mask=q_mask)
             is_query = token >= 0 if QUERIES > 1 else g < GROUP
             tl.store(lse_ptr + place * (QUERIES * GROUP) + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
@@ -406,7 +366,7 @@ def _paged_decode_kernel(
                     SHARES,
                     GROUP,
                     QUERIES,
-                    VALUE_DIM,
+                    HEAD_DIM,
                 )
         left -= end_tile - tile
         tile = 0

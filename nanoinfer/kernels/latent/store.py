@@ -18,6 +18,7 @@ HEADS_PER_PROGRAM = 8
 
 def rotate_and_store(
     q: Tensor,
+    turned: Tensor,
     kv: Tensor,
     norm: Norm,
     cos_sin: Tensor,
@@ -30,7 +31,8 @@ def rotate_and_store(
 ) -> None:
     """RMSNorm the latents, rotate keys and queries by their token's angles, and write latents and keys to the cache.
 
-    q: [tokens, heads, head_dim], of which the last numbers, as many as the angles rotate, are rotated in place
+    q: [tokens, heads, head_dim], of which the last numbers, as many as the angles rotate, are rotated
+    turned: [tokens, heads, rotated], where these go: to these numbers themselves, or elsewhere
     kv: [tokens, latent + rotated], a token's latent and the part of the key that all heads share; it stays as it is
     norm: of the latents, with weights of [latent]
     cos_sin, interleaved, positions, slot_mapping: as for norm_rotate_store
@@ -42,11 +44,12 @@ def rotate_and_store(
     gets NaN, and one that does not gets nothing of it, though a product may count it, with the weight 0.
     """
     function = rotate_and_store_triton if q.is_cuda else rotate_and_store_reference
-    function(q, kv, norm, cos_sin, interleaved, query_scales, positions, cache, slot_mapping, kv_scales)
+    function(q, turned, kv, norm, cos_sin, interleaved, query_scales, positions, cache, slot_mapping, kv_scales)
 
 
 def rotate_and_store_reference(
     q: Tensor,
+    turned: Tensor,
     kv: Tensor,
     norm: Norm,
     cos_sin: Tensor,
@@ -61,9 +64,11 @@ def rotate_and_store_reference(
     latent, turning = len(norm.weight), cos_sin.shape[1]
     at = positions.clamp(min=0)
     angles = cos_sin.index_select(0, at)
-    q[..., -turning:] = rotated(q[..., -turning:], angles, interleaved)
+    turned.copy_(rotated(q[..., -turning:], angles, interleaved))
     if query_scales is not None:
-        q *= query_scales[at, None, None]
+        factors = query_scales[at, None, None]
+        turned *= factors
+        q[..., :-turning] *= factors
     normed = normalize_reference(kv[:, :latent], norm)
     key = rotated(kv[:, None, latent:], angles, interleaved)[:, 0].to(kv.dtype)
     key = key + (normed * 0).sum(dim=-1, keepdim=True)  # of what is not finite, a product with 0 is NaN
@@ -77,6 +82,7 @@ def rotate_and_store_reference(
 
 def rotate_and_store_triton(
     q: Tensor,
+    turned: Tensor,
     kv: Tensor,
     norm: Norm,
     cos_sin: Tensor,
@@ -94,6 +100,7 @@ def rotate_and_store_triton(
     assert cache[0].is_contiguous()
     _rotate_and_store_kernel[(tokens, 1 + cdiv(heads, HEADS_PER_PROGRAM))](
         q,
+        turned,
         kv,
         norm.weight,
         norm.eps,
@@ -104,6 +111,7 @@ def rotate_and_store_triton(
         slot_mapping,
         kv_scales,
         q.stride(0),
+        *turned.stride()[:2],
         kv.stride(0),
         HEADS=heads,
         PLAIN=head_dim - turning,
@@ -123,6 +131,7 @@ def rotate_and_store_triton(
 @triton.jit
 def _rotate_and_store_kernel(
     q_ptr,
+    turned_ptr,
     kv_ptr,
     weight_ptr,
     eps,
@@ -133,6 +142,8 @@ def _rotate_and_store_kernel(
     slot_mapping_ptr,
     kv_scales_ptr,
     q_stride,
+    turned_stride,
+    turned_head_stride,
     kv_stride,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -190,9 +201,9 @@ def _rotate_and_store_kernel(
             d = tl.arange(0, BLOCK_PLAIN)[None, :]
             plain = tl.load(own + d, mask=mask & (d < PLAIN), other=0.0)
             tl.store(own + d, (plain.to(tl.float32) * factor).to(plain.dtype), mask=mask & (d < PLAIN))
-        pairs = own + PLAIN + at[None, :]
-        first, second = load_pairs(pairs, apart, mask & turns[None, :])
+        target = turned_ptr + token * turned_stride + head * turned_head_stride + at[None, :]
+        first, second = load_pairs(own + PLAIN + at[None, :], apart, mask & turns[None, :])
         dtype = first.dtype
         first, second = first.to(tl.float32), second.to(tl.float32)
         out1, out2 = (first * cos - second * sin) * factor, (second * cos + first * sin) * factor
-        store_pairs(pairs, out1.to(dtype), out2.to(dtype), apart, mask & turns[None, :])
+        store_pairs(target, out1.to(dtype), out2.to(dtype), apart, mask & turns[None, :])

@@ -1,0 +1,337 @@
+"""Decode attention to latents: a tile of them is loaded once, for all heads of a row, and is keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.attention.bundles import Bundles, load_queries
+from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs, plan_decode
+from nanoinfer.kernels.attention.scores import LOG2_E, first_numbers
+from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.launch import (
+    RESERVED_BYTES,
+    cdiv,
+    launch_options,
+    load_complete,
+    next_power_of_2,
+    num_multiprocessors,
+    shared_memory,
+    start_successor,
+    wait_for_predecessor,
+)
+
+MOST_LANES = 64  # queries times heads of a program, whose results the registers of eight warps hold
+MOST_WIDE_LANES = 32  # the same for numbers that are converted, or have more than 16 bits
+LEAST_TILE = 16  # latents
+FEW_ROWS = 8  # for whose few tiles small ones are the faster
+PARTIALS_AT_ONCE, LANES_AT_ONCE = 4, 4
+
+
+def most_lanes(cache: Tensor) -> int:
+    """Return how many queries times heads a program has room for."""
+    return MOST_LANES if cache.itemsize == 2 else MOST_WIDE_LANES
+
+
+def parts_of(heads: int, cache: Tensor) -> int:
+    """Return into how many parts query heads that see one latent are divided: as few as programs have room for."""
+    return next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= most_lanes(cache))
+
+
+def queries_at_once(most: int, heads: int, cache: Tensor) -> int:
+    """Return how many queries of a row with up to `most` guesses a program should serve together."""
+    return max(1, min(most + 1, most_lanes(cache) // heads))
+
+
+def plan_latents(
+    context_lens: Tensor,
+    cache: Tensor,
+    heads: int,
+    latent: int,
+    workers: int | None = None,
+    programs: Programs | None = None,
+    bundles: Bundles | None = None,
+) -> DecodePlan:
+    """plan_decode for meet_latents. heads: of a query; latent: numbers that are the value, too
+
+    workers: programs for each part of the heads; programs: None: the fastest that are known
+    """
+    rows = len(context_lens) if bundles is None else len(bundles.context_lens)
+    parts = parts_of(heads, cache) if bundles is None else 1
+    lanes = heads // parts if bundles is None else heads * bundles.queries
+    programs = programs or choose_programs(rows, cache, latent, lanes)
+    workers = workers or max(1, programs.per_multiprocessor * num_multiprocessors(cache.device) // parts)
+    return plan_decode(context_lens, cache, workers, programs=programs, bundles=bundles)
+
+
+def choose_programs(rows: int, cache: Tensor, latent: int, lanes: int) -> Programs:
+    """Return the programs of so many lanes that are the fastest on an H200.
+
+    Shared memory holds the queries, and one tile, or two for products that start on their own.
+    """
+    _, block_size, _, numbers = cache.shape
+    block_g = max(16, next_power_of_2(lanes))
+    if block_g <= 16:
+        programs = Programs(64, stages=2, warps=4, per_multiprocessor=2)
+    elif block_g <= 32:
+        programs = Programs(64 if rows <= FEW_ROWS else 128, stages=2, warps=8, per_multiprocessor=1)
+    else:
+        programs = Programs(64, stages=2, warps=8, per_multiprocessor=1)
+    itemsize = max(2, cache.itemsize)
+    held = itemsize * (2 if block_g > 32 else 1) + (1 if cache.dtype == FP8 else 0)  # bytes of a number in a tile
+    padded = next_power_of_2(latent) + max(16, next_power_of_2(numbers - latent))
+    room = (shared_memory(cache.device) - RESERVED_BYTES) // programs.per_multiprocessor - RESERVED_BYTES
+    tile = programs.tile if cache.itemsize == 2 else programs.tile // 4  # others take more registers
+    while tile > LEAST_TILE and padded * (tile * held + block_g * itemsize) + 2 * tile * block_g > room:
+        tile //= 2
+    return programs._replace(tile=math.gcd(block_size, tile))
+
+
+def meet_latents(
+    q: Tensor,
+    cache: Tensor,
+    latent: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    plan: DecodePlan,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
+    """paged_decode_reference, whose values are the first numbers of the keys, in two launches.
+
+    q: [rows, heads, numbers]; cache: [blocks, block_size, 1, numbers]; latent: so many of the numbers are a value
+    plan: from plan_latents of the same context_lens; if it has bundles, queries in none of them get no output
+    Returns [rows, heads, latent].
+    """
+    (rows, heads, numbers), bundles = q.shape, plan.bundles
+    queries = 1 if bundles is None else bundles.queries
+    parts, workers = parts_of(heads, cache) if bundles is None else 1, plan.shares.shape[0]
+    lanes = heads // parts * queries
+    seen = context_lens if bundles is None else bundles.context_lens
+    out = torch.empty((rows, heads, latent), dtype=q.dtype, device=q.device)
+    # Of rows that several workers share. A worker has room for two results: its first row's and its last row's.
+    partial = torch.empty((parts, workers, 2, lanes, latent), dtype=torch.float32, device=q.device)
+    lse = torch.empty((parts, workers, 2, lanes), dtype=torch.float32, device=q.device)
+    sizes = {"HEADS": heads, "PARTS": parts, "LANES": lanes, "QUERIES": queries, "LATENT": latent}
+    _meet_kernel[(workers, parts)](
+        q,
+        cache,
+        block_tables,
+        seen,
+        None if bundles is None else bundles.tokens,
+        None if bundles is None else context_lens,
+        plan.shares,
+        partial,
+        lse,
+        out,
+        kv_scales,
+        scale * LOG2_E.value,
+        q.stride(0),
+        block_tables.stride(0),
+        **sizes,
+        NUMBERS=numbers,
+        BLOCK_SIZE=cache.shape[1],
+        IN_FP8=cache.dtype == FP8,
+        TILE=plan.programs.tile,
+        BLOCK_G=max(16, next_power_of_2(lanes)),
+        BLOCK_D=max(16, next_power_of_2(latent)),
+        BLOCK_REST=max(16, next_power_of_2(numbers - latent)),
+        num_warps=plan.programs.warps,
+        num_stages=plan.programs.stages,
+        **launch_options(q),
+    )
+    if workers > 1:
+        _combine_kernel[(workers - 1, parts * cdiv(lanes, LANES_AT_ONCE))](
+            partial,
+            lse,
+            seen,
+            None if bundles is None else bundles.tokens,
+            plan.shares,
+            plan.share_tiles,
+            out,
+            workers,
+            **sizes,
+            TILE=plan.programs.tile,
+            BLOCK_D=next_power_of_2(latent),
+            AT_ONCE=PARTIALS_AT_ONCE,
+            LANES_AT_ONCE=LANES_AT_ONCE,
+            num_warps=4,
+            **launch_options(q),
+        )
+    return out
+
+
+@triton.jit
+def _meet_kernel(
+    q_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    tokens_ptr,
+    query_lens_ptr,
+    shares_ptr,
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    kv_scales_ptr,
+    factor,
+    q_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LATENT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    worker, part, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    # The predecessor writes queries and latents; the plan and the lengths are older.
+    first_row = load_complete(shares_ptr + worker * 4)
+    last_row = load_complete(shares_ptr + worker * 4 + 1)
+    tile = load_complete(shares_ptr + worker * 4 + 2)
+    left = load_complete(shares_ptr + worker * 4 + 3)
+    context_len = load_complete(context_lens_ptr + first_row, left > 0, 0)
+    wait_for_predecessor(EARLY)
+    if IN_FP8:
+        factor *= tl.load(kv_scales_ptr)
+    g, n = tl.arange(0, BLOCK_G), tl.arange(0, TILE)
+    d, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
+    head = part * LANES + g if QUERIES == 1 else g % HEADS
+    has_d, has_rest = (d < LATENT)[None, :], (rest < NUMBERS - LATENT)[None, :]
+    for row in range(first_row, last_row + 1):
+        if QUERIES > 1:  # the rows are bundles; a lane has one head of one query
+            token, query_len = load_queries(tokens_ptr, query_lens_ptr, row, row <= last_row, HEADS, QUERIES, BLOCK_G)
+            table_row, is_query = tl.maximum(tl.max(token, axis=0), 0), token >= 0
+        else:
+            token, table_row, is_query = row, row, g < LANES
+        row_tiles = tl.cdiv(context_len, TILE)
+        end_tile = tl.minimum(row_tiles, tile + left)
+        q_ptrs = q_ptr + (token * q_stride + head * NUMBERS)[:, None]
+        q = tl.load(q_ptrs + d[None, :], mask=is_query[:, None] & has_d, other=0.0)
+        q_rest = tl.load(q_ptrs + LATENT + rest[None, :], mask=is_query[:, None] & has_rest, other=0.0)
+        unit = factor
+        if IN_FP8 and q.dtype == tl.bfloat16:
+            q, q_rest, largest = _narrow(q, q_rest)
+            unit = factor * largest[:, None]
+        table = block_tables_ptr + table_row * table_stride
+        top = tl.full([BLOCK_G], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(tile * TILE, end_tile * TILE, TILE):
+            first = cache_ptr + first_numbers(table, start, n, 0, 1, NUMBERS, BLOCK_SIZE)[:, None]
+            is_key = (start + n < context_len)[:, None]
+            k = tl.load(first + d[None, :], mask=is_key & has_d, other=0.0).to(q.dtype)
+            k_rest = tl.load(first + LATENT + rest[None, :], mask=is_key & has_rest, other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee") * unit
+            if QUERIES > 1:
+                scores = tl.where((start + n)[None, :] < query_len[:, None], scores, -1e30)
+            else:
+                scores = tl.where((start + n < context_len)[None, :], scores, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_top[:, None])
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, axis=1)
+            acc = tl.dot(weights.to(k.dtype), k, acc * rescale[:, None], input_precision="ieee")
+            top = new_top
+        if IN_FP8:
+            acc *= tl.load(kv_scales_ptr + 1)
+        acc = acc / tl.maximum(total, 1e-30)[:, None]
+        mask = is_query[:, None] & has_d
+        if end_tile - tile == row_tiles:
+            target = out_ptr + (token * HEADS + head)[:, None] * LATENT + d[None, :]
+            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:  # place 1 if this worker begins the row
+            place = ((part * workers + worker) * 2 + (tile == 0)) * LANES + g
+            tl.store(partial_ptr + place[:, None] * LATENT + d[None, :], acc, mask=mask)
+            tl.store(lse_ptr + place, top + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
+        left -= end_tile - tile
+        tile = 0
+        context_len = tl.load(context_lens_ptr + row + 1, row < last_row, 0)
+    start_successor(EARLY)  # not earlier: the successor would only take up room
+
+
+@triton.jit
+def _narrow(q, rest):
+    """Return two parts of queries, [lanes, numbers], as narrow_queries does, in one unit.
+
+    A GPU converts FP8 to float16 twice as fast as to bfloat16; float16 holds queries of at most 1 well.
+    """
+    wide, wide_rest = q.to(tl.float32), rest.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), tl.max(tl.abs(wide_rest), axis=1))
+    largest = tl.maximum(largest, 1e-30)
+    return (wide / largest[:, None]).to(tl.float16), (wide_rest / largest[:, None]).to(tl.float16), largest
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    tokens_ptr,
+    shares_ptr,
+    share_tiles_ptr,
+    out_ptr,
+    workers,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LATENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LANES_AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Weigh a divided row's results by their sums of exponentials: place 1 of the worker that begins it, 0 of others.
+
+    A program looks at the row with which the worker behind its own begins.
+    """
+    GROUPS: tl.constexpr = (LANES + LANES_AT_ONCE - 1) // LANES_AT_ONCE
+    worker, part = tl.program_id(0), tl.program_id(1) // GROUPS
+    lane = tl.program_id(1) % GROUPS * LANES_AT_ONCE + tl.arange(0, LANES_AT_ONCE)
+    d, i = tl.arange(0, BLOCK_D), tl.arange(0, AT_ONCE)
+    own_row, own_tile = load_complete(shares_ptr + worker * 4), load_complete(shares_ptr + worker * 4 + 2)
+    next_share = shares_ptr + (worker + 1) * 4
+    row, tiles_before = load_complete(next_share), load_complete(next_share + 2)
+    share = load_complete(share_tiles_ptr)
+    begins_here = (load_complete(next_share + 3) > 0) & (tiles_before > 0) & ((own_row < row) | (own_tile == 0))
+    tiles = tl.cdiv(load_complete(context_lens_ptr + row, begins_here, 0), TILE)
+    last = ((worker + 1) * share - tiles_before + tiles - 1) // share
+    is_lane = lane < LANES
+    head, token = part * LANES + lane, row
+    if QUERIES > 1:
+        head = lane % HEADS
+        token = load_complete(tokens_ptr + row * QUERIES + lane // HEADS, begins_here & is_lane, -1)
+        is_lane = token >= 0
+    wait_for_predecessor(EARLY)
+    if begins_here:
+        top, total = tl.full([LANES_AT_ONCE], -1e30, tl.float32), tl.zeros([LANES_AT_ONCE], tl.float32)
+        acc = tl.zeros([LANES_AT_ONCE, BLOCK_D], tl.float32)
+        for start in range(worker, last + 1, AT_ONCE):
+            other = start + i[:, None]
+            place = ((part * workers + other) * 2 + (other == worker)) * LANES + lane[None, :]
+            mask = (other <= last) & is_lane[None, :]
+            lse = tl.load(lse_ptr + place, mask=mask, other=-1e30)
+            numbers = partial_ptr + place[:, :, None] * LATENT + d[None, None, :]
+            partial = tl.load(numbers, mask=mask[:, :, None] & (d < LATENT)[None, None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, axis=0))
+            rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
+            total = total * rescale + tl.sum(weight, axis=0)
+            acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
+            top = new_top
+        target = out_ptr + (token * HEADS + head)[:, None] * LATENT + d[None, :]
+        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(target, result, mask=is_lane[:, None] & (d < LATENT)[None, :])
