@@ -360,7 +360,7 @@ class Config:
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
         model, wishes = self.description, self.attention_backend == "triton" and not self.deterministic
-        can_share = model.generates and model.latent is None and None in model.attention_windows
+        can_share = model.generates and None in model.attention_windows
         return wishes and can_share and self.max_num_seqs > 1
 
     @property

@@ -32,12 +32,13 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_expand_kernel": 36,  # in float32, of rank 128
     "_go_through_kernel": 84,
     "_group_kernel": 20,
-    "_meet_kernel": 184,  # 64 heads
+    "_meet_kernel": 408,  # 60 queries and heads, 64 at most 192
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_prefix_kernel": 640,  # heads of 512 in FP8
     "_norm_kernel": 16,
+    "_shared_kernel": 416,  # as many
     "_shrink_kernel": 20,  # in float32
     "_tiles_kernel: int4 g64 zeros of 4000 in torch.bfloat16": 12,  # by Triton 3.9
     "_tiles_kernel: int4, experts of 4000 with adapters": 44,

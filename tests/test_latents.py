@@ -270,6 +270,24 @@ def test_both_forms_give_the_same_tokens(
             assert output.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("queries", [0, 10**9], ids=["keys", "latents"])
+def test_a_cached_prefix_may_end_anywhere(
+    queries: int, make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So may a chunk: prompts of all lengths share a step's tokens."""
+    build(CASES["deepseek-v2"], tmp_path)
+    text, how = PROMPTS[0], {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16}
+    prompts, params = [[*text[:cut], 1, 2] for cut in range(40)], greedy(2, ignore_eos=True, logprobs=0)
+    expected = make_llm(str(tmp_path), enable_prefix_caching=False, **how).generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr("nanoinfer.layers.latent_attention.FEWER_QUERIES", queries)
+    llm = make_llm(str(tmp_path), max_num_batched_tokens=24, max_num_seqs=5, **how)
+    llm.generate([text], greedy(1), use_tqdm=False)
+    for output, other in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+    assert llm.stats().num_cached_tokens > 0
+
+
 @pytest.mark.parametrize("name", of_each_kind(zip(LATENT_CASES), 0))
 def test_the_kernels_give_the_tokens_of_the_cpu(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Guesses meet latents in bundles."""
@@ -337,7 +355,7 @@ def test_latents_in_fp8_are_nearly_as_good(make_llm: Callable[..., LLM], tmp_pat
         assert 0 < sum(errors) / len(errors) < 0.05
 
 
-@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("ranks", [1, *whole_only([2, 4])])
 @pytest.mark.parametrize("blocks", of_each_kind(zip([[128, 128], [32, 16]]), 1))
 def test_matrices_in_fp8(blocks: list[int], ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Blocks are no multiples of heads' rows: each rank reads the whole matrix that makes keys and values."""
@@ -366,7 +384,7 @@ IN_GROUPS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size"
 }
 
 
-@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("ranks", [1, *whole_only([2, 4])])
 @pytest.mark.parametrize("published", [KIMI, PUBLISHED["awq"]], ids=["experts alone, as in Kimi K2", "awq"])
 def test_matrices_in_int4(published: Published, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     case = CASES["deepseek-v3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -16,6 +17,14 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.latent.decode import meet_latents, plan_latents, queries_at_once
+from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents
+
+
+class Reads(TypedDict):
+    """What several rows, or several queries of a row, read together."""
+
+    prefixes: SharedPrefixes | None
+    bundles: Bundles | None
 
 
 class TritonBackend:
@@ -32,21 +41,21 @@ class TritonBackend:
         prefixes, bundles, guesses = context.prefixes, None, context.guesses
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
             k_cache, v_cache = context.layers[group.layers[0]]
-            if self.latent_heads is not None:
-                if guesses is not None:
-                    queries = queries_at_once(guesses.most, self.latent_heads, k_cache)
-                    bundles = _bundle(context.context_lens, guesses, queries, None)
-                heads, latent = self.latent_heads, v_cache.shape[3]
-                own.plan = plan_latents(context.context_lens, k_cache, heads, latent, bundles=bundles)
-                continue
             if guesses is not None:
-                queries = queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+                queries = self._queries_at_once(guesses, k_cache)
                 bundles = _bundle(context.context_lens, guesses, queries, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
-            own.plan = plan_decode(
-                context.context_lens, k_cache, window=group.window, prefixes=prefixes, bundles=bundles
-            )
+            how: Reads = {"prefixes": prefixes, "bundles": bundles}
+            if self.latent_heads is None:
+                own.plan = plan_decode(context.context_lens, k_cache, window=group.window, **how)
+            else:
+                own.plan = plan_latents(context.context_lens, k_cache, self.latent_heads, v_cache.shape[3], **how)
             prefixes = None  # the first group's alone
+
+    def _queries_at_once(self, guesses: Guesses, k_cache: Tensor) -> int:
+        if self.latent_heads is None:
+            return queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+        return queries_at_once(guesses.most, self.latent_heads, k_cache)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
@@ -88,10 +97,9 @@ class TritonBackend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
     ) -> Tensor:
         """Attend from one query per token; prefixes that several share are read once, if no window hides these."""
-        plan, shared, latent = group.plan, None, v_cache.shape[3]
         if self.latent_heads is not None:
-            tables, lens = group.block_tables, context.context_lens
-            return meet_latents(q, k_cache, latent, tables, lens, scoring.scale, plan, scoring.kv_scales)
+            return self._meet_latents(q, k_cache, v_cache.shape[3], context, group, scoring)
+        plan, shared = group.plan, None
         if plan.own_starts is not None:
             assert context.prefixes is not None
             shared = attend_to_prefixes(
@@ -121,6 +129,17 @@ class TritonBackend:
             scoring.sinks,
             scoring.slopes,
         )
+
+    def _meet_latents(
+        self, q: Tensor, cache: Tensor, latent: int, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
+        plan, shared = group.plan, None
+        how = q, cache, latent, group.block_tables
+        if plan.own_starts is not None:
+            assert context.prefixes is not None
+            queries = None if plan.bundles is None else plan.bundles.shared
+            shared = attend_to_shared_latents(*how, context.prefixes, scoring.scale, scoring.kv_scales, queries)
+        return meet_latents(*how, context.context_lens, scoring.scale, plan, scoring.kv_scales, shared)
 
 
 def _bundle(context_lens: Tensor, guesses: Guesses, queries: int, prefixes: SharedPrefixes | None) -> Bundles | None:

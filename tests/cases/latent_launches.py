@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import empty
+from torch import Tensor, empty
 
+from nanoinfer.kernels.attention.bundles import bundle
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.latent.decode import meet_latents as meet
-from nanoinfer.kernels.latent.decode import plan_latents
+from nanoinfer.kernels.latent.decode import plan_latents, queries_at_once
+from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents
 from nanoinfer.kernels.latent.store import rotate_and_store
 from nanoinfer.kernels.norm.norm import Norm
 
@@ -20,10 +23,31 @@ def meet_latents(
 ) -> None:
     """Attend from rows of a decode step. cached: the cache's dtype; None: the queries'"""
     cache = empty(64, 256, 1, sum(sizes), dtype=cached or dtype)
-    lens, tables = empty(rows, dtype=torch.int32), empty(rows, 16, dtype=torch.int32)
+    lens, tables = step(rows)
     plan = plan_latents(lens, cache, heads, sizes[0])
     q = empty(rows, heads, sum(sizes), dtype=dtype)
     meet(q, cache, sizes[0], tables, lens, 1.0, plan, empty(2))
+
+
+def share_latents(
+    heads: int, queries: int, sizes: tuple[int, int], dtype: torch.dtype, cached: torch.dtype | None = None
+) -> None:
+    """Attend from rows that share latents; queries: of a row."""
+    cache, lens, tables = empty(64, 256, 1, sum(sizes), dtype=cached or dtype), *step(60 * queries)
+    prefixes, bundles = SharedPrefixes(60, heads, cache, has_latents=True), None
+    if queries > 1:
+        counts = empty(60, dtype=torch.int32)
+        most = queries_at_once(queries - 1, heads, cache)
+        bundles = bundle(lens, counts, counts, queries - 1, most, prefixes, empty(60 * queries, dtype=torch.int32))
+    plan = plan_latents(lens, cache, heads, sizes[0], bundles=bundles, prefixes=prefixes)
+    latents = empty(60 * queries, heads, sum(sizes), dtype=dtype), cache, sizes[0], tables
+    shared = attend_to_shared_latents(*latents, prefixes, 1.0, empty(2), bundles and bundles.shared)
+    meet(*latents, lens, 1.0, plan, empty(2), shared)
+
+
+def step(rows: int) -> tuple[Tensor, Tensor]:
+    """Return the lengths of rows, and block tables."""
+    return empty(rows, dtype=torch.int32), empty(rows, 16, dtype=torch.int32)
 
 
 def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from decoder_rows import launch_row
 from guess_launches import draft_and_accept
-from latent_launches import GLM_HEAD, MINICPM3, V3, V3_HEAD, meet_keys, meet_latents, store_latents
+from latent_launches import GLM_HEAD, MINICPM3, V3, V3_HEAD, meet_keys, meet_latents, share_latents, store_latents
 from torch import Tensor, empty
 
 from nanoinfer.attention import choose_backend
@@ -559,6 +559,10 @@ def of_latents() -> Iterator[Launch]:
             yield Launch(f"{rows} rows meet latents, {heads=}, {sizes=}", call, often_if((heads, rows) == (128, 200)))
     for heads in (16, 20):
         yield Launch(f"200 rows meet latents in FP8, {heads=}", partial(meet_latents, heads, 200, V3, BF16, FP8))
+        for queries in (1, 4):
+            call = partial(share_latents, heads, queries, V3, BF16)
+            yield Launch(f"rows share latents, {heads=}, {queries=}", call, often_if((heads, queries) == (16, 4)))
+    yield Launch("rows share latents in FP8", partial(share_latents, 16, 2, V3, BF16, FP8))
     yield Launch("latents in FP8", partial(store_latents, 16, V3, BF16, True, FP8))
     yield Launch("rows meet latents in float32", partial(meet_latents, 16, 200, V3, FP32))
     for sizes in (V3_HEAD, GLM_HEAD):

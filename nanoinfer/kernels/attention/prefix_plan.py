@@ -52,14 +52,17 @@ class SharedPrefixes:
     num_tiles: [1] int32
     """
 
-    def __init__(self, max_rows: int, heads: int, k_cache: Tensor) -> None:
-        """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's"""
+    def __init__(self, max_rows: int, heads: int, k_cache: Tensor, has_latents: bool = False) -> None:
+        """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
+
+        has_latents: the programs that read the rows' own keys take all room, and begin when these end
+        """
         _, self.block_size, kv_heads, _ = k_cache.shape
         self.tile_rows = rows_of_a_tile(heads // kv_heads)
         # Where it can, decode attention starts meanwhile, and has the other program's place. But while one program
         # converts numbers in FP8, another is to multiply.
-        self.leaves_room = can_launch_early(k_cache.device) and k_cache.dtype != FP8
-        per_multiprocessor = 1 if self.leaves_room else PROGRAMS_PER_MULTIPROCESSOR
+        self.leaves_room = can_launch_early(k_cache.device) and k_cache.dtype != FP8 and not has_latents
+        per_multiprocessor = 1 if self.leaves_room or has_latents else PROGRAMS_PER_MULTIPROCESSOR
         programs = per_multiprocessor * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
         self.max_tiles = max(MANY_RESULTS, LEAST_PARTS * max_rows)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.bundles import Bundles, load_queries
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs, plan_decode
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.scores import LOG2_E, first_numbers
+from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import (
     RESERVED_BYTES,
@@ -55,6 +57,7 @@ def plan_latents(
     workers: int | None = None,
     programs: Programs | None = None,
     bundles: Bundles | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> DecodePlan:
     """plan_decode for meet_latents. heads: of a query; latent: numbers that are the value, too
 
@@ -65,7 +68,7 @@ def plan_latents(
     lanes = heads // parts if bundles is None else heads * bundles.queries
     programs = programs or choose_programs(rows, cache, latent, lanes)
     workers = workers or max(1, programs.per_multiprocessor * num_multiprocessors(cache.device) // parts)
-    return plan_decode(context_lens, cache, workers, programs=programs, bundles=bundles)
+    return plan_decode(context_lens, cache, workers, prefixes=prefixes, programs=programs, bundles=bundles)
 
 
 def choose_programs(rows: int, cache: Tensor, latent: int, lanes: int) -> Programs:
@@ -100,19 +103,23 @@ def meet_latents(
     scale: float,
     plan: DecodePlan,
     kv_scales: Tensor | None = None,
+    shared: SharedResults | None = None,
 ) -> Tensor:
     """paged_decode_reference, whose values are the first numbers of the keys, in two launches.
 
     q: [rows, heads, numbers]; cache: [blocks, block_size, 1, numbers]; latent: so many of the numbers are a value
     plan: from plan_latents of the same context_lens; if it has bundles, queries in none of them get no output
+    shared: what attend_to_shared_latents makes of what comes before the plan's own_starts; None: it has none
     Returns [rows, heads, latent].
     """
+    assert (shared is None) == (plan.own_starts is None)
     (rows, heads, numbers), bundles = q.shape, plan.bundles
     queries = 1 if bundles is None else bundles.queries
     parts, workers = parts_of(heads, cache) if bundles is None else 1, plan.shares.shape[0]
     lanes = heads // parts * queries
     seen = context_lens if bundles is None else bundles.context_lens
-    out = torch.empty((rows, heads, latent), dtype=q.dtype, device=q.device)
+    out = torch.empty((rows, heads, latent), dtype=q.dtype if shared is None else torch.float32, device=q.device)
+    out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     # Of rows that several workers share. A worker has room for two results: its first row's and its last row's.
     partial = torch.empty((parts, workers, 2, lanes, latent), dtype=torch.float32, device=q.device)
     lse = torch.empty((parts, workers, 2, lanes), dtype=torch.float32, device=q.device)
@@ -124,10 +131,12 @@ def meet_latents(
         seen,
         None if bundles is None else bundles.tokens,
         None if bundles is None else context_lens,
+        plan.own_starts,
         plan.shares,
         partial,
         lse,
         out,
+        out_lse,
         kv_scales,
         scale * LOG2_E.value,
         q.stride(0),
@@ -150,9 +159,11 @@ def meet_latents(
             lse,
             seen,
             None if bundles is None else bundles.tokens,
+            plan.own_starts,
             plan.shares,
             plan.share_tiles,
             out,
+            out_lse,
             workers,
             **sizes,
             TILE=plan.programs.tile,
@@ -162,7 +173,10 @@ def meet_latents(
             num_warps=4,
             **launch_options(q),
         )
-    return out
+    if shared is None:
+        return out
+    assert out_lse is not None
+    return add_shared_results(out, out_lse, shared, q.dtype)
 
 
 @triton.jit
@@ -173,10 +187,12 @@ def _meet_kernel(
     context_lens_ptr,
     tokens_ptr,
     query_lens_ptr,
+    own_starts_ptr,
     shares_ptr,
     partial_ptr,
     lse_ptr,
     out_ptr,
+    out_lse_ptr,
     kv_scales_ptr,
     factor,
     q_stride,
@@ -196,70 +212,127 @@ def _meet_kernel(
     EARLY: tl.constexpr,
 ):
     worker, part, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    # The predecessor writes queries and latents; the plan and the lengths are older.
+    # The predecessor writes queries and latents, or shared results; the plan and the lengths are older.
     first_row = load_complete(shares_ptr + worker * 4)
     last_row = load_complete(shares_ptr + worker * 4 + 1)
     tile = load_complete(shares_ptr + worker * 4 + 2)
     left = load_complete(shares_ptr + worker * 4 + 3)
     context_len = load_complete(context_lens_ptr + first_row, left > 0, 0)
     wait_for_predecessor(EARLY)
-    if IN_FP8:
-        factor *= tl.load(kv_scales_ptr)
-    g, n = tl.arange(0, BLOCK_G), tl.arange(0, TILE)
-    d, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     head = part * LANES + g if QUERIES == 1 else g % HEADS
-    has_d, has_rest = (d < LATENT)[None, :], (rest < NUMBERS - LATENT)[None, :]
     for row in range(first_row, last_row + 1):
         if QUERIES > 1:  # the rows are bundles; a lane has one head of one query
-            token, query_len = load_queries(tokens_ptr, query_lens_ptr, row, row <= last_row, HEADS, QUERIES, BLOCK_G)
+            token, sees = load_queries(tokens_ptr, query_lens_ptr, row, row <= last_row, HEADS, QUERIES, BLOCK_G)
             table_row, is_query = tl.maximum(tl.max(token, axis=0), 0), token >= 0
         else:
-            token, table_row, is_query = row, row, g < LANES
-        row_tiles = tl.cdiv(context_len, TILE)
+            token, sees, table_row, is_query = row, context_len, row, g < LANES
+        skipped = 0  # tiles that other rows share; `tile` and `end_tile` count from the next one
+        if own_starts_ptr is not None:
+            skipped = tl.load(own_starts_ptr + row) // TILE
+        row_tiles = tl.cdiv(context_len, TILE) - skipped
         end_tile = tl.minimum(row_tiles, tile + left)
-        q_ptrs = q_ptr + (token * q_stride + head * NUMBERS)[:, None]
-        q = tl.load(q_ptrs + d[None, :], mask=is_query[:, None] & has_d, other=0.0)
-        q_rest = tl.load(q_ptrs + LATENT + rest[None, :], mask=is_query[:, None] & has_rest, other=0.0)
-        unit = factor
-        if IN_FP8 and q.dtype == tl.bfloat16:
-            q, q_rest, largest = _narrow(q, q_rest)
-            unit = factor * largest[:, None]
-        table = block_tables_ptr + table_row * table_stride
+        q_ptrs = q_ptr + token * q_stride + head * NUMBERS
+        q, q_rest, unit = load_queries_of_latents(
+            q_ptrs, is_query, factor, kv_scales_ptr, LATENT, NUMBERS, IN_FP8, BLOCK_D, BLOCK_REST
+        )
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(tile * TILE, end_tile * TILE, TILE):
-            first = cache_ptr + first_numbers(table, start, n, 0, 1, NUMBERS, BLOCK_SIZE)[:, None]
-            is_key = (start + n < context_len)[:, None]
-            k = tl.load(first + d[None, :], mask=is_key & has_d, other=0.0).to(q.dtype)
-            k_rest = tl.load(first + LATENT + rest[None, :], mask=is_key & has_rest, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee") * unit
-            if QUERIES > 1:
-                scores = tl.where((start + n)[None, :] < query_len[:, None], scores, -1e30)
-            else:
-                scores = tl.where((start + n < context_len)[None, :], scores, -1e30)
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_top[:, None])
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, axis=1)
-            acc = tl.dot(weights.to(k.dtype), k, acc * rescale[:, None], input_precision="ieee")
-            top = new_top
+        table = block_tables_ptr + table_row * table_stride
+        for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
+            acc, total, top = meet_tile(
+                q, q_rest, unit, cache_ptr, table, start, context_len, sees, LATENT, NUMBERS, BLOCK_SIZE, TILE,
+                acc, total, top,
+            )  # fmt: skip
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
         acc = acc / tl.maximum(total, 1e-30)[:, None]
-        mask = is_query[:, None] & has_d
+        lse = top + tl.log2(tl.maximum(total, 1e-30))
+        mask = is_query[:, None] & (d < LATENT)[None, :]
         if end_tile - tile == row_tiles:
-            target = out_ptr + (token * HEADS + head)[:, None] * LATENT + d[None, :]
-            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            place = token * HEADS + head
+            tl.store(out_ptr + place[:, None] * LATENT + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+            if out_lse_ptr is not None:
+                tl.store(out_lse_ptr + place, lse, mask=is_query)
         else:  # place 1 if this worker begins the row
             place = ((part * workers + worker) * 2 + (tile == 0)) * LANES + g
             tl.store(partial_ptr + place[:, None] * LATENT + d[None, :], acc, mask=mask)
-            tl.store(lse_ptr + place, top + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
+            tl.store(lse_ptr + place, lse, mask=is_query)
         left -= end_tile - tile
         tile = 0
         context_len = tl.load(context_lens_ptr + row + 1, row < last_row, 0)
     start_successor(EARLY)  # not earlier: the successor would only take up room
+
+
+@triton.jit
+def load_queries_of_latents(
+    q_ptrs,
+    is_query,
+    factor,
+    kv_scales_ptr,
+    LATENT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Load lanes' queries; returns the numbers that meet latents, those that meet the rest of a key, and the unit.
+
+    The scores are the products times the unit, [lanes, 1] or a number.
+    """
+    d, rest = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_REST)[None, :]
+    q = tl.load(q_ptrs[:, None] + d, mask=is_query[:, None] & (d < LATENT), other=0.0)
+    q_rest = tl.load(q_ptrs[:, None] + LATENT + rest, mask=is_query[:, None] & (rest < NUMBERS - LATENT), other=0.0)
+    unit = factor
+    if IN_FP8:
+        unit *= tl.load(kv_scales_ptr)
+        if q.dtype == tl.bfloat16:
+            q, q_rest, largest = _narrow(q, q_rest)
+            unit *= largest[:, None]
+    return q, q_rest, unit
+
+
+@triton.jit
+def meet_tile(
+    q,
+    q_rest,
+    unit,
+    cache_ptr,
+    table,
+    start,
+    context_len,
+    sees,
+    LATENT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    acc,
+    total,
+    top,
+):
+    """Go on with the softmax of some lanes over a tile of latents, from `start` on (Milakov and Gimelshein, 2018).
+
+    sees: how many latents a lane's query sees, [lanes] or a number; none sees more than context_len
+    acc, total, top: the weighted sum of the latents, [lanes, numbers], the sum of the weights, and the largest score
+    """
+    n, d, rest = tl.arange(0, TILE), tl.arange(0, q.shape[1])[None, :], tl.arange(0, q_rest.shape[1])[None, :]
+    first = cache_ptr + first_numbers(table, start, n, 0, 1, NUMBERS, BLOCK_SIZE)[:, None]
+    is_key = (start + n < context_len)[:, None]
+    k = tl.load(first + d, mask=is_key & (d < LATENT), other=0.0).to(q.dtype)
+    k_rest = tl.load(first + LATENT + rest, mask=is_key & (rest < NUMBERS - LATENT), other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee") * unit
+    if len(sees.shape) > 0:
+        scores = tl.where((start + n)[None, :] < sees[:, None], scores, -1e30)
+    else:
+        scores = tl.where((start + n)[None, :] < sees, scores, -1e30)
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    rescale = tl.exp2(top - new_top)
+    total = total * rescale + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(k.dtype), k, acc * rescale[:, None], input_precision="ieee")
+    return acc, total, new_top
 
 
 @triton.jit
@@ -280,9 +353,11 @@ def _combine_kernel(
     lse_ptr,
     context_lens_ptr,
     tokens_ptr,
+    own_starts_ptr,
     shares_ptr,
     share_tiles_ptr,
     out_ptr,
+    out_lse_ptr,
     workers,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -309,6 +384,8 @@ def _combine_kernel(
     share = load_complete(share_tiles_ptr)
     begins_here = (load_complete(next_share + 3) > 0) & (tiles_before > 0) & ((own_row < row) | (own_tile == 0))
     tiles = tl.cdiv(load_complete(context_lens_ptr + row, begins_here, 0), TILE)
+    if own_starts_ptr is not None:
+        tiles -= load_complete(own_starts_ptr + row, begins_here, 0) // TILE
     last = ((worker + 1) * share - tiles_before + tiles - 1) // share
     is_lane = lane < LANES
     head, token = part * LANES + lane, row
@@ -332,6 +409,9 @@ def _combine_kernel(
             total = total * rescale + tl.sum(weight, axis=0)
             acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
             top = new_top
-        target = out_ptr + (token * HEADS + head)[:, None] * LATENT + d[None, :]
+        place = token * HEADS + head
+        target = out_ptr + place[:, None] * LATENT + d[None, :]
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(target, result, mask=is_lane[:, None] & (d < LATENT)[None, :])
+        if out_lse_ptr is not None:
+            tl.store(out_lse_ptr + place, top + tl.log2(total), mask=is_lane)

@@ -53,7 +53,8 @@ class Steps:
         prefixes = None
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
-            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
+            k_cache, _ = self.kv_cache.layers[groups[0].layers[0]]
+            prefixes = SharedPrefixes(config.max_num_seqs, heads, k_cache, config.description.latent is not None)
         self._generates, self._labels_of = config.description.generates, config.description.labels_of
         self._whole_images = any(config.description.whole_images)
         device = logits.device
