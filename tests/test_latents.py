@@ -258,9 +258,9 @@ def test_both_forms_give_the_same_tokens(
     build(CASES[name], tmp_path)
     params = greedy(8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
     results = []
-    for queries, numbers in ((0, 1), (0, 1 << 26), (10**9, 1)):
+    for queries, room in ((0, 1), (0, 1 << 29), (10**9, 1)):
         monkeypatch.setattr("nanoinfer.layers.latent_attention.FEWER_QUERIES", queries)
-        monkeypatch.setattr("nanoinfer.layers.latent_attention.MADE_AT_ONCE", numbers)
+        monkeypatch.setattr("nanoinfer.layers.latent_attention.MADE_BYTES", room)
         llm = make_llm(str(tmp_path), max_num_batched_tokens=50, **CASES[name].small)
         for _ in range(2):
             results.append(llm.generate(PROMPTS, params, use_tqdm=False))

@@ -54,6 +54,7 @@ MLA = {
 DEEPSEEK_V2 = {
     **MLA, "model_type": "deepseek_v2", "max_position_embeddings": 163840, "q_lora_rank": None, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax",
 }  # fmt: skip
 GLM_LITE = {
     **MLA, "model_type": "glm4_moe_lite", "max_position_embeddings": 202752, "q_lora_rank": 768,

@@ -30,7 +30,7 @@ from nanoinfer.weights.formats.matrix import Derived
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section, Shard
 
-MADE_AT_ONCE = 1 << 27  # numbers of keys and values that are made of latents
+MADE_BYTES = 1 << 29  # of keys and values that are made of latents at once
 FEWER_QUERIES = 2 / 3  # than operations say, meet latents
 NORM_EPS = 1e-6  # whatever other norms add
 
@@ -201,7 +201,7 @@ class LatentAttention(nn.Module):
         scales = self.scoring.kv_scales
         sizes, latents = self.sizes, read(pages, q.dtype, None if scales is None else scales[0]).squeeze(2)
         numbers = latents.shape[0] * latents.shape[1] * (sizes.plain + sizes.turning + sizes.value)
-        some = max(1, MADE_AT_ONCE // numbers)
+        some = max(1, MADE_BYTES // (numbers * q.itemsize))
         met = []
         for first in range(0, q.shape[1], some):
             heads = slice(first, first + some)

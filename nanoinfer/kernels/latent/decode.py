@@ -15,9 +15,9 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.scores import LOG2_E, first_numbers
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.latent.combine import Partials, combine
 from nanoinfer.kernels.launch import (
     RESERVED_BYTES,
-    cdiv,
     launch_options,
     load_complete,
     next_power_of_2,
@@ -31,7 +31,6 @@ MOST_LANES = 64  # queries times heads of a program, whose results the registers
 MOST_WIDE_LANES = 32  # the same for numbers that are converted, or have more than 16 bits
 LEAST_TILE = 16  # latents
 FEW_ROWS = 8  # for whose few tiles small ones are the faster
-PARTIALS_AT_ONCE, LANES_AT_ONCE = 4, 4
 
 
 def most_lanes(cache: Tensor) -> int:
@@ -123,7 +122,6 @@ def meet_latents(
     # Of rows that several workers share. A worker has room for two results: its first row's and its last row's.
     partial = torch.empty((parts, workers, 2, lanes, latent), dtype=torch.float32, device=q.device)
     lse = torch.empty((parts, workers, 2, lanes), dtype=torch.float32, device=q.device)
-    sizes = {"HEADS": heads, "PARTS": parts, "LANES": lanes, "QUERIES": queries, "LATENT": latent}
     _meet_kernel[(workers, parts)](
         q,
         cache,
@@ -141,7 +139,10 @@ def meet_latents(
         scale * LOG2_E.value,
         q.stride(0),
         block_tables.stride(0),
-        **sizes,
+        HEADS=heads,
+        LANES=lanes,
+        QUERIES=queries,
+        LATENT=latent,
         NUMBERS=numbers,
         BLOCK_SIZE=cache.shape[1],
         IN_FP8=cache.dtype == FP8,
@@ -153,26 +154,9 @@ def meet_latents(
         num_stages=plan.programs.stages,
         **launch_options(q),
     )
-    if workers > 1:
-        _combine_kernel[(workers - 1, parts * cdiv(lanes, LANES_AT_ONCE))](
-            partial,
-            lse,
-            seen,
-            None if bundles is None else bundles.tokens,
-            plan.own_starts,
-            plan.shares,
-            plan.share_tiles,
-            out,
-            out_lse,
-            workers,
-            **sizes,
-            TILE=plan.programs.tile,
-            BLOCK_D=next_power_of_2(latent),
-            AT_ONCE=PARTIALS_AT_ONCE,
-            LANES_AT_ONCE=LANES_AT_ONCE,
-            num_warps=4,
-            **launch_options(q),
-        )
+    partials = Partials(partial, lse, plan.share_tiles, plan.programs.tile)
+    tokens = None if bundles is None else bundles.tokens
+    combine(partials, seen, tokens, plan.own_starts, heads, out, out_lse)
     if shared is None:
         return out
     assert out_lse is not None
@@ -198,7 +182,6 @@ def _meet_kernel(
     q_stride,
     table_stride,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     LANES: tl.constexpr,
     QUERIES: tl.constexpr,
     LATENT: tl.constexpr,
@@ -345,73 +328,3 @@ def _narrow(q, rest):
     largest = tl.maximum(tl.max(tl.abs(wide), axis=1), tl.max(tl.abs(wide_rest), axis=1))
     largest = tl.maximum(largest, 1e-30)
     return (wide / largest[:, None]).to(tl.float16), (wide_rest / largest[:, None]).to(tl.float16), largest
-
-
-@triton.jit
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    context_lens_ptr,
-    tokens_ptr,
-    own_starts_ptr,
-    shares_ptr,
-    share_tiles_ptr,
-    out_ptr,
-    out_lse_ptr,
-    workers,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    QUERIES: tl.constexpr,
-    LATENT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    LANES_AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Weigh a divided row's results by their sums of exponentials: place 1 of the worker that begins it, 0 of others.
-
-    A program looks at the row with which the worker behind its own begins.
-    """
-    GROUPS: tl.constexpr = (LANES + LANES_AT_ONCE - 1) // LANES_AT_ONCE
-    worker, part = tl.program_id(0), tl.program_id(1) // GROUPS
-    lane = tl.program_id(1) % GROUPS * LANES_AT_ONCE + tl.arange(0, LANES_AT_ONCE)
-    d, i = tl.arange(0, BLOCK_D), tl.arange(0, AT_ONCE)
-    own_row, own_tile = load_complete(shares_ptr + worker * 4), load_complete(shares_ptr + worker * 4 + 2)
-    next_share = shares_ptr + (worker + 1) * 4
-    row, tiles_before = load_complete(next_share), load_complete(next_share + 2)
-    share = load_complete(share_tiles_ptr)
-    begins_here = (load_complete(next_share + 3) > 0) & (tiles_before > 0) & ((own_row < row) | (own_tile == 0))
-    tiles = tl.cdiv(load_complete(context_lens_ptr + row, begins_here, 0), TILE)
-    if own_starts_ptr is not None:
-        tiles -= load_complete(own_starts_ptr + row, begins_here, 0) // TILE
-    last = ((worker + 1) * share - tiles_before + tiles - 1) // share
-    is_lane = lane < LANES
-    head, token = part * LANES + lane, row
-    if QUERIES > 1:
-        head = lane % HEADS
-        token = load_complete(tokens_ptr + row * QUERIES + lane // HEADS, begins_here & is_lane, -1)
-        is_lane = token >= 0
-    wait_for_predecessor(EARLY)
-    if begins_here:
-        top, total = tl.full([LANES_AT_ONCE], -1e30, tl.float32), tl.zeros([LANES_AT_ONCE], tl.float32)
-        acc = tl.zeros([LANES_AT_ONCE, BLOCK_D], tl.float32)
-        for start in range(worker, last + 1, AT_ONCE):
-            other = start + i[:, None]
-            place = ((part * workers + other) * 2 + (other == worker)) * LANES + lane[None, :]
-            mask = (other <= last) & is_lane[None, :]
-            lse = tl.load(lse_ptr + place, mask=mask, other=-1e30)
-            numbers = partial_ptr + place[:, :, None] * LATENT + d[None, None, :]
-            partial = tl.load(numbers, mask=mask[:, :, None] & (d < LATENT)[None, None, :], other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, axis=0))
-            rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
-            total = total * rescale + tl.sum(weight, axis=0)
-            acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
-            top = new_top
-        place = token * HEADS + head
-        target = out_ptr + place[:, None] * LATENT + d[None, :]
-        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(target, result, mask=is_lane[:, None] & (d < LATENT)[None, :])
-        if out_lse_ptr is not None:
-            tl.store(out_lse_ptr + place, top + tl.log2(total), mask=is_lane)
