@@ -24,7 +24,8 @@ KINDS = [list(CASES).index(name) for name in ("llama", "phi3", "qwen3.5", "gemma
 MIXED = [
     name
     for name, case in CASES.items()
-    if any("experts" in setting for setting in case.settings) and case.settings.get("num_experts") != 0
+    if any("experts" in setting for setting in case.settings)
+    and 0 not in (case.settings.get("num_experts"), case.settings.get("num_local_experts"))
 ]
 KINDS_MIXED = [MIXED.index(name) for name in ("qwen3next", "mixtral", "gptoss", "qwen3-vl-moe")]
 

@@ -49,10 +49,8 @@ class CausalConvolution(nn.Module):
         assert states is not None
         inputs = states.layers[self.layer][0]
         if states.chunks is None:
-            out = convolve_rows(x, self.weight, inputs, states.slots, context.positions, silu)
-        else:
-            out = convolve_chunks(x, self.weight, inputs, states.chunks, silu)
-        return out if self.bias is None else out + self.bias
+            return convolve_rows(x, self.weight, inputs, states.slots, context.positions, silu, self.bias)
+        return convolve_chunks(x, self.weight, inputs, states.chunks, silu, self.bias)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the weights, which a checkpoint has as [channels, 1, width], and of the biases."""

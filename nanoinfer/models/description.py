@@ -14,6 +14,7 @@ from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
+from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.layers.norm import RMS_NORM, NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.rotary import Rope
@@ -29,7 +30,7 @@ from nanoinfer.weights.names import AS_STORED, Beside, Spelling
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
-MixerSizes: TypeAlias = GatedDelta | ShortConvolution  # the sizes of what a layer may have in place of attention
+MixerSizes: TypeAlias = GatedDelta | Mamba2 | ShortConvolution  # of what a layer may have in place of attention
 # The norm of queries and keys goes over each head by itself, or over all heads at once, before they are rotated; or
 # over each head by itself, afterwards.
 QKNorm = Literal["head", "full", "rotated"]

@@ -9,13 +9,14 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.latent_attention import LatentAttention
+from nanoinfer.layers.mamba import Mamba2, Mamba2Mixer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description
 from nanoinfer.models.self_attention import SelfAttention, over_cache, scoring_of, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
-Mixer: TypeAlias = "SelfAttention | LatentAttention | GatedDeltaMixer | ShortConvolutionMixer"
+Mixer: TypeAlias = "SelfAttention | LatentAttention | GatedDeltaMixer | Mamba2Mixer | ShortConvolutionMixer"
 
 
 def make_mixer(
@@ -39,7 +40,9 @@ def make_mixer(
         )
     if sizes is None:
         return SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
+    how = model.hidden_size, model.norm_eps, tp, model.formats
     if isinstance(sizes, GatedDelta):
-        how = model.hidden_size, model.norm_eps, tp, model.formats
         return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
+    if isinstance(sizes, Mamba2):
+        return Mamba2Mixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
     return ShortConvolutionMixer(f"{prefix}{sizes.module}.", layer, sizes, tp, model.formats)

@@ -53,6 +53,8 @@ from nanoinfer.kernels.linear.in_order.weight import (
     in_order_triton,
 )
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
+from nanoinfer.kernels.mamba.decode import mamba_rows
+from nanoinfer.kernels.mamba.prefill import mamba_chunks
 from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
@@ -309,6 +311,21 @@ def delta(
         delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, *where, key_heads, largest)
 
 
+def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype = BF16) -> None:
+    """Go on with states of Mamba2's, or fill them. shape: heads, numbers of each, groups, and numbers of a state"""
+    heads, dim, groups, size = shape
+    channels = heads * dim + 2 * groups * size
+    xbc, dt, weight = empty(TOKENS, channels, dtype=dtype), empty(TOKENS, heads, dtype=dtype), empty(channels, 4)
+    inputs, memory = empty(64, 4, channels, dtype=dtype), empty(64, heads, dim, size)
+    parameters, limits = [empty(heads)] * 3, (0.0, float("inf"))
+    if is_prefill:
+        mamba_chunks(xbc, dt, *parameters, memory, chunks(), groups, limits)
+        gated_norm(xbc[:, : heads * dim].view(TOKENS, groups, -1), xbc, empty(heads * dim), 1e-6, gates_first=True)
+    else:
+        where = numbers(TOKENS), numbers(TOKENS)
+        mamba_rows(xbc, dt, weight, empty(channels), *parameters, inputs, memory, *where, groups, limits)
+
+
 def chunks() -> Chunks:
     """Return the chunks of eight sequences."""
     return Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)))
@@ -537,6 +554,11 @@ def of_the_rest() -> Iterator[Launch]:
         call = partial(delta, FP32, is_prefill, (30, 30, 96, 192), 2.0)
         yield Launch(f"delta rule of OLMo Hybrid, {is_prefill=}", call, often_if(is_prefill))
     yield Launch("around the delta rule", convolve_and_norm)
+    for shape in ((64, 64, 8, 128), (24, 128, 1, 256)):
+        for is_prefill in (True, False):
+            call = partial(mamba, shape, is_prefill)
+            yield Launch(f"Mamba2, {shape=}, {is_prefill=}", call, often_if(shape[0] == 64))
+    yield Launch("Mamba2 in float32", partial(mamba, (64, 64, 8, 128), True, FP32))
     for size, dtype in ((1024, BF16), (5376, BF16), *product((4096, 12288), (BF16, FP32))):
         yield Launch(f"norms of {size} in {dtype}", partial(normalise, size, dtype))
     for head_dim, window, has_biases in ((32, None, False), (64, 65, False), (64, None, True), (256, 257, False)):

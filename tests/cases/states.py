@@ -18,7 +18,47 @@ UNEVEN = {
 }
 NOT_ROTATED = {"rope_type": "default", "rope_theta": None}
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 24, "mamba_n_groups": 2}
+GRANITE = {
+    **MAMBA,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+
 CASES = {
+    "bamba": Case("BambaForCausalLM", "bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "bamba limits, biases": Case(
+        "BambaForCausalLM",
+        "bamba",
+        {
+            **MAMBA,
+            "attn_layer_indices": [2],
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "time_step_limit": [0.6, 1.0],
+        },
+    ),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {**GRANITE, "num_local_experts": 0, "shared_intermediate_size": 48},
+    ),
+    "granitemoehybrid experts, rotated": Case(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+        },
+    ),
     "olmohybrid rotated, one key head a value head, strengths of at most 1": Case(
         "OlmoHybridForCausalLM",
         "olmo_hybrid",

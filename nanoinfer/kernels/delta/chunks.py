@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64  # tokens: a sequence is cut at multiples of this, from its beginning
@@ -53,3 +55,14 @@ def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], a
             snapshots.append(slots.get(first + CHUNK, -1))
         token += end - start
     return seqs, first_tokens, snapshots
+
+
+@triton.jit
+def chunks_before(seqs_ptr, num_chunks, seq):
+    """Return how many chunks stand before a sequence's."""
+    count = 0
+    for start in range(0, num_chunks, 256):
+        chunk = start + tl.arange(0, 256)
+        other = tl.load(seqs_ptr + chunk, mask=chunk < num_chunks, other=seq)
+        count += tl.sum((other < seq).to(tl.int32), axis=0)
+    return count

@@ -19,31 +19,48 @@ ROW_BLOCK = 512  # channels of a row's program
 CHUNK_BLOCK = 64  # channels of a chunk's program
 
 
-def convolve_rows(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor, positions: Tensor, silu: bool) -> Tensor:
+def convolve_rows(
+    x: Tensor,
+    weight: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    silu: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Convolve the next token of each row with those before it, and remember it.
 
     x: [rows, channels]; weight: [channels, width], the token's own factor last
     inputs: [slots, width, channels], the ring
     slots, positions: [rows] int32, a row's slot and its token's position; a slot of -1 is an empty row
     silu: whether SiLU follows
+    bias: [channels], added before it; None: nothing
     Returns [rows, channels] in x's dtype; what empty rows get has no meaning.
     """
     function = convolve_rows_triton if x.is_cuda else convolve_rows_reference
-    return function(x, weight, inputs, slots, positions, silu)
+    return function(x, weight, inputs, slots, positions, silu, bias)
 
 
-def convolve_chunks(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool) -> Tensor:
+def convolve_chunks(
+    x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool, bias: Tensor | None = None
+) -> Tensor:
     """Convolve the tokens of a prefill step, and remember the last ones of sequences and before snapshots.
 
-    x: [tokens, channels], may be some columns of a wider matrix; weight, inputs, silu: as for convolve_rows
+    x: [tokens, channels], may be some columns of a wider matrix; weight, inputs, silu, bias: as for convolve_rows
     Returns [tokens, channels] in x's dtype.
     """
     function = convolve_chunks_triton if x.is_cuda else convolve_chunks_reference
-    return function(x, weight, inputs, chunks, silu)
+    return function(x, weight, inputs, chunks, silu, bias)
 
 
 def convolve_rows_reference(
-    x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor, positions: Tensor, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    silu: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """convolve_rows in torch."""
     width = weight.shape[1]
@@ -51,10 +68,12 @@ def convolve_rows_reference(
     inputs[slots[filled].long(), positions[filled] % width] = x[filled]
     window = _recall(inputs, slots, positions + 1, width)
     window[:, -1] = x
-    return _activate((window.float() * weight.float().T).sum(dim=1), silu).to(x.dtype)
+    return _activate((window.float() * weight.float().T).sum(dim=1), silu, bias).to(x.dtype)
 
 
-def convolve_chunks_reference(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool) -> Tensor:
+def convolve_chunks_reference(
+    x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool, bias: Tensor | None = None
+) -> Tensor:
     """convolve_chunks in torch."""
     width = weight.shape[1]
     before = _recall(inputs, chunks.initial, chunks.starts, width - 1)
@@ -68,7 +87,7 @@ def convolve_chunks_reference(x: Tensor, weight: Tensor, inputs: Tensor, chunks:
         end = first - bounds[seq] + CHUNK
         _remember(inputs, slot, rows[seq][: width - 1 + end], int(chunks.starts[seq]) + end)
     windows = torch.cat([row.unfold(0, width, 1) for row in rows])
-    return _activate((windows.float() * weight.float()).sum(dim=2), silu).to(x.dtype)
+    return _activate((windows.float() * weight.float()).sum(dim=2), silu, bias).to(x.dtype)
 
 
 def _recall(inputs: Tensor, slots: Tensor, ends: Tensor, count: int) -> Tensor:
@@ -86,12 +105,19 @@ def _remember(inputs: Tensor, slot: int, row: Tensor, end: int) -> None:
         inputs[slot, torch.arange(end - width, end, device=row.device) % width] = row[-width:]
 
 
-def _activate(x: Tensor, silu: bool) -> Tensor:
+def _activate(x: Tensor, silu: bool, bias: Tensor | None) -> Tensor:
+    x = x if bias is None else x + bias.float()
     return F.silu(x) if silu else x
 
 
 def convolve_rows_triton(
-    x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor, positions: Tensor, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    inputs: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    silu: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """convolve_rows as one launch. The kernel before may write x alone: the others are read before it ends."""
     (rows, channels), width = x.shape, weight.shape[1]
@@ -99,6 +125,7 @@ def convolve_rows_triton(
     _convolve_rows_kernel[(cdiv(channels, ROW_BLOCK), rows)](
         x,
         weight,
+        bias,
         inputs,
         slots,
         positions,
@@ -113,7 +140,9 @@ def convolve_rows_triton(
     return out
 
 
-def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool) -> Tensor:
+def convolve_chunks_triton(
+    x: Tensor, weight: Tensor, inputs: Tensor, chunks: Chunks, silu: bool, bias: Tensor | None = None
+) -> Tensor:
     """convolve_chunks as one launch."""
     (tokens, channels), width = x.shape, weight.shape[1]
     assert width <= CHUNK
@@ -121,6 +150,7 @@ def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Ch
     _convolve_chunks_kernel[(cdiv(channels, CHUNK_BLOCK), len(chunks.seqs))](
         x,
         weight,
+        bias,
         inputs,
         chunks.cu_lens,
         chunks.starts,
@@ -146,6 +176,7 @@ def convolve_chunks_triton(x: Tensor, weight: Tensor, inputs: Tensor, chunks: Ch
 def _convolve_rows_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     inputs_ptr,
     slots_ptr,
     positions_ptr,
@@ -162,7 +193,8 @@ def _convolve_rows_kernel(
     mask = channel < CHANNELS
     slot = load_complete(slots_ptr + row).to(tl.int64)
     position = load_complete(positions_ptr + row)
-    past, own = convolve_past(inputs_ptr, weight_ptr, slot, position, channel, mask, CHANNELS, WIDTH)
+    where = inputs_ptr, weight_ptr, bias_ptr, slot, position
+    past, own = convolve_past(where, channel, mask, CHANNELS, WIDTH)
     wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + row * x_stride + channel, mask=mask, other=0.0)
     remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS, WIDTH)
@@ -171,12 +203,16 @@ def _convolve_rows_kernel(
 
 
 @triton.jit
-def convolve_past(inputs_ptr, weight_ptr, slot, position, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return what the tokens before `position` add to a row's convolution in these channels, and its own factor.
+def convolve_past(where, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what the tokens before a row's add to its convolution in these channels, and the token's own factor.
 
-    slot: int64; -1: no token. May run before the wait, if the kernel before does not write inputs.
+    where: inputs, weights, biases, the slot, int64, of which -1 is no token, and the token's position. May run before
+        the wait, if the kernel before does not write inputs
     """
+    inputs_ptr, weight_ptr, bias_ptr, slot, position = where
     total = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     for back in tl.static_range(WIDTH - 1, 0, -1):  # a sum over a dimension would have another order in other programs
         known = mask & (channel < tl.where((slot >= 0) & (position >= back), CHANNELS, 0))
         entry = slot * WIDTH + tl.maximum(position - back, 0) % WIDTH
@@ -195,6 +231,12 @@ def remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS: tl.constexp
 
 
 @triton.jit
+def activated(past, x, own):
+    """Return SiLU of a convolution in float32, rounded as convolve_chunks rounds it."""
+    return silu_or_same(past + x.to(tl.float32) * own, True).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
 def silu_or_same(x, SILU: tl.constexpr):
     """Return SiLU of float32 numbers, or the numbers."""
     if SILU:
@@ -207,6 +249,7 @@ def silu_or_same(x, SILU: tl.constexpr):
 def _convolve_chunks_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     inputs_ptr,
     cu_lens_ptr,
     starts_ptr,
@@ -232,9 +275,10 @@ def _convolve_chunks_kernel(
     mask = channel < CHANNELS
     w = tl.arange(0, BLOCK_W)
     source = (x_ptr, inputs_ptr, begin, end, start, initial, x_stride)
+    factors = (weight_ptr, bias_ptr)
 
     token = first + tl.arange(0, TOKENS)
-    out = _convolve(token, channel, weight_ptr, source, CHANNELS, WIDTH, False)
+    out = _convolve(token, channel, factors, source, CHANNELS, WIDTH, False)
     out = silu_or_same(out, SILU).to(out_ptr.dtype.element_ty)
     sees_new = (token >= begin + WIDTH - 1) & (token < end)
     tl.store(out_ptr + token.to(tl.int64)[:, None] * CHANNELS + channel, out, mask=sees_new[:, None] & mask)
@@ -242,7 +286,7 @@ def _convolve_chunks_kernel(
     # the other.
     if first == begin:
         early = begin + w
-        early_out = _convolve(early, channel, weight_ptr, source, CHANNELS, WIDTH, True)
+        early_out = _convolve(early, channel, factors, source, CHANNELS, WIDTH, True)
         early_out = silu_or_same(early_out, SILU).to(out_ptr.dtype.element_ty)
         sees_old = (w < WIDTH - 1) & (early < end)
         tl.store(out_ptr + early.to(tl.int64)[:, None] * CHANNELS + channel, early_out, mask=sees_old[:, None] & mask)
@@ -255,9 +299,12 @@ def _convolve_chunks_kernel(
 
 
 @triton.jit
-def _convolve(token, channel, weight_ptr, source, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_RING: tl.constexpr):
-    """Return the convolution at some tokens, [tokens, channels], in float32."""
+def _convolve(token, channel, factors, source, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_RING: tl.constexpr):
+    """Return the convolution at some tokens, [tokens, channels], in float32. factors: weights, and biases"""
+    weight_ptr, bias_ptr = factors
     out = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(WIDTH - 1, -1, -1):
         x = _inputs_of(token - back, channel, source, CHANNELS, WIDTH, FROM_RING)
         weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=channel < CHANNELS, other=0.0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_reference, remember, silu_or_same
+from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import (
     cdiv,
@@ -171,9 +171,10 @@ def _delta_rows_kernel(
     q_channel = head // GROUP * KEY_DIM + k
     k_channel = KEY_HEADS * KEY_DIM + q_channel
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
-    q_past, q_own = convolve_past(inputs_ptr, weight_ptr, slot, position, q_channel, has_k, CHANNELS, WIDTH)
-    k_past, k_own = convolve_past(inputs_ptr, weight_ptr, slot, position, k_channel, has_k, CHANNELS, WIDTH)
-    v_past, v_own = convolve_past(inputs_ptr, weight_ptr, slot, position, v_channel, has_v, CHANNELS, WIDTH)
+    where = inputs_ptr, weight_ptr, None, slot, position
+    q_past, q_own = convolve_past(where, q_channel, has_k, CHANNELS, WIDTH)
+    k_past, k_own = convolve_past(where, k_channel, has_k, CHANNELS, WIDTH)
+    v_past, v_own = convolve_past(where, v_channel, has_v, CHANNELS, WIDTH)
     log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_predecessor(EARLY)
 
@@ -188,9 +189,9 @@ def _delta_rows_kernel(
     remember(inputs_ptr, slot, position, k_channel, k_input, is_mine, CHANNELS, WIDTH)
     remember(inputs_ptr, slot, position, v_channel, v_input, has_v, CHANNELS, WIDTH)
 
-    query = _activated(q_past, q_input, q_own)
-    key = _activated(k_past, k_input, k_own)
-    value = _activated(v_past, v_input, v_own)
+    query = activated(q_past, q_input, q_own)
+    key = activated(k_past, k_input, k_own)
+    value = activated(v_past, v_input, v_own)
     query *= length_factor(query, 0) * KEY_DIM**-0.5
     key *= length_factor(key, 0)
     log_decay, strength = gates_of(a, b, log_decay, dt_bias, LARGEST)
@@ -202,9 +203,3 @@ def _delta_rows_kernel(
     tl.store(matrix_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
     out_ptrs = out_ptr + (row * VALUE_HEADS + head) * VALUE_DIM + v
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=has_v)
-
-
-@triton.jit
-def _activated(past, x, own):
-    """Return SiLU of a convolution in float32, rounded as convolve_chunks rounds it."""
-    return silu_or_same(past + x.to(tl.float32) * own, True).to(x.dtype).to(tl.float32)

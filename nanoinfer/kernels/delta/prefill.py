@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, chunks_before
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, shared_memory
@@ -323,7 +323,7 @@ def _go_through_kernel(
     q_places = t[:, None] * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
     v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-    first_chunk = _chunks_before(seqs_ptr, num_chunks, seq)
+    first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
 
     for i in range(tl.cdiv(end - begin, TOKENS)):
         first = begin + i * TOKENS
@@ -358,14 +358,3 @@ def _go_through_kernel(
     if final >= 0:
         final_ptrs = matrices_ptr + final * MATRICES + matrix
         tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-
-
-@triton.jit
-def _chunks_before(seqs_ptr, num_chunks, seq):
-    """Return how many chunks stand before a sequence's."""
-    count = 0
-    for start in range(0, num_chunks, 256):
-        chunk = start + tl.arange(0, 256)
-        other = tl.load(seqs_ptr + chunk, mask=chunk < num_chunks, other=seq)
-        count += tl.sum((other < seq).to(tl.int32), axis=0)
-    return count

@@ -41,15 +41,20 @@ def length_factor(x, axis: tl.constexpr):
 
 
 @triton.jit
-def gates_of(a, b, log_decay, dt_bias, LARGEST: tl.constexpr):
-    """`gates` inside a kernel."""
-    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+def softplus(x):
+    """Return log(1 + exp(x)) of a float32 number."""
     e = tl.exp(-tl.abs(x))
     # log(1 + e) without the error of 1 + e (Kahan): where e is small, decays near 1 multiply over many tokens.
     grown = 1.0 + e
     log1p = tl.where(grown == 1.0, e, tl.log(grown) * (e / tl.maximum(grown - 1.0, 1e-10)))
-    softplus = tl.maximum(x, 0.0) + log1p
-    return -tl.exp(log_decay.to(tl.float32)) * softplus, LARGEST * tl.sigmoid(b.to(tl.float32))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def gates_of(a, b, log_decay, dt_bias, LARGEST: tl.constexpr):
+    """`gates` inside a kernel."""
+    step = softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
+    return -tl.exp(log_decay.to(tl.float32)) * step, LARGEST * tl.sigmoid(b.to(tl.float32))
 
 
 @triton.jit

@@ -42,12 +42,12 @@ def describe_granite(config: PretrainedConfig) -> Description:
 
 def describe_moe(config: PretrainedConfig) -> Description:
     """Describe a Granite model of experts: all layers have them, and a token's weights add up to 1."""
-    return _describe(config, names=MOE_NAMES, experts=_read_experts(config))
+    return _describe(config, names=MOE_NAMES, experts=read_moe(config))
 
 
 def describe_moe_shared(config: PretrainedConfig) -> Description:
     """Describe a GraniteMoeShared model: each layer has one more expert, which every token uses, if it has a size."""
-    experts = _read_experts(config)
+    experts = read_moe(config)
     if experts is None or as_int(config.shared_intermediate_size) == 0:
         return describe_moe(config)
     experts = replace(experts, shared_size=size_of(config, "shared_intermediate_size"))
@@ -76,11 +76,12 @@ def describe_swa(config: PretrainedConfig) -> Description:
 def describe_moe_swa(config: PretrainedConfig) -> Description:
     """Describe a GraniteSWA model of experts, none of them shared."""
     refuse(config, shared_intermediate_size=0)
-    own = {"names": MOE_NAMES, "experts": _read_experts(config), **_read_swa(config)}
+    own = {"names": MOE_NAMES, "experts": read_moe(config), **_read_swa(config)}
     return _describe(config, config.sliding_window, **own)
 
 
-def _read_experts(config: PretrainedConfig) -> MoEConfig | None:
+def read_moe(config: PretrainedConfig) -> MoEConfig | None:
+    """Read the experts of all layers; a token's weights add up to 1."""
     layers = (True,) * config.num_hidden_layers
     return read_experts(config, layers, "intermediate_size", normalised=True, count_field="num_local_experts")
 
@@ -99,8 +100,12 @@ def _read_rope(config: PretrainedConfig, theta: float) -> Rope:
 
 
 def _describe(config: PretrainedConfig, window: int | None = None, **own: Any) -> Description:
-    fields = {
-        "windows": read_windows(config, window),
+    return describe_common(config, **({"windows": read_windows(config, window), **read_multipliers(config)} | own))
+
+
+def read_multipliers(config: PretrainedConfig) -> dict[str, Any]:
+    """Read the four multipliers, and whether attention has biases, as fields of a Description."""
+    return {
         "qkv_bias": config.attention_bias,
         "o_bias": config.attention_bias,
         "embedding_scale": positive("embedding_multiplier", config.embedding_multiplier),
@@ -108,4 +113,3 @@ def _describe(config: PretrainedConfig, window: int | None = None, **own: Any) -
         "residual_scale": positive("residual_multiplier", config.residual_multiplier),
         "logit_scale": 1 / positive("logits_scaling", config.logits_scaling),
     }
-    return describe_common(config, **(fields | own))

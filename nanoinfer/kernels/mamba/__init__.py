@@ -1,0 +1,1 @@
+"""Mamba2's states (Dao and Gu, 2024): decode steps, and prompts in chunks."""

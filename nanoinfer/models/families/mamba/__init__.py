@@ -1,0 +1,1 @@
+"""Families some of whose layers are Mamba2's."""

@@ -1,0 +1,45 @@
+"""What the configs of these families say of Mamba2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.checks import as_list, as_number
+from nanoinfer.layers.mamba import Mamba2
+from nanoinfer.models.reading import read_width
+from nanoinfer.models.settings import refuse, size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MAMBA = "linear_attention"  # transformers' name in layer_types, which it gives "mamba", too
+
+
+def read_mamba(config: PretrainedConfig) -> Mamba2:
+    """Read the sizes of Mamba2 layers. Raises ValueError, naming the setting, for sizes that no model can have."""
+    refuse(config, hidden_act="silu")
+    heads, groups = size_of(config, "mamba_n_heads"), size_of(config, "mamba_n_groups")
+    if heads % groups:
+        raise ValueError(f"model: mamba_n_groups={groups} in its config: must be a divisor of mamba_n_heads={heads}")
+    return Mamba2(
+        heads,
+        size_of(config, "mamba_d_head"),
+        size_of(config, "mamba_d_state"),
+        groups,
+        read_width(config, "mamba_d_conv"),
+        _read_limits(config),
+        bool(config.mamba_conv_bias),
+        bool(config.mamba_proj_bias),
+    )
+
+
+def _read_limits(config: PretrainedConfig) -> tuple[float, float]:
+    """Return the least and the largest step."""
+    limits = [as_number(limit) for limit in as_list(config.time_step_limit) or []]
+    match limits:
+        case [float() as least, float() as most] if 0 <= least < most:
+            return least, most
+    raise ValueError(
+        f"model: time_step_limit={config.time_step_limit!r} in its config: must be two numbers, the first at least 0,"
+        " and less than the second"
+    )

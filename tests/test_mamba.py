@@ -1,0 +1,206 @@
+"""Mamba2: kernels against one step after another in float64, in chunks, in company, and what configs may say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES
+from conftest import DEVICE, of_each_kind
+from test_delta import DTYPES, STALE, TOLERANCE, chunks_of, ints
+from torch import Tensor
+from transformers import AutoConfig
+
+from nanoinfer.kernels.delta.chunks import Chunks
+from nanoinfer.kernels.delta.convolution import (
+    convolve_chunks_reference,
+    convolve_chunks_triton,
+    convolve_rows_reference,
+    convolve_rows_triton,
+)
+from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
+from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
+from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
+from nanoinfer.models import describe
+
+Shape = tuple[int, int, int, int]  # heads, numbers of each, groups, and numbers that a state has for each input
+
+SHAPES = [(4, 16, 2, 32), (6, 12, 1, 24), (2, 64, 2, 128)]
+SPANS = [(0, 130), (64, 200), (17, 30)]
+LIMITS = (0.02, 0.9)
+
+
+class Layer:
+    """Random parameters and slots of a layer, which have numbers of earlier owners."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, slots: int = 8) -> None:
+        self.heads, self.dim, self.groups, self.numbers = shape
+        self.channels = self.heads * self.dim + 2 * self.groups * self.numbers
+        self.weight, self.bias = (torch.randn(self.channels, 4) / 2).to(dtype), torch.randn(self.channels).to(dtype)
+        self.log_decay = torch.empty(self.heads).uniform_(0.01, 16).log()
+        self.dt_bias, self.skips = torch.empty(self.heads).uniform_(-6, 1), torch.randn(self.heads)
+        self.inputs = torch.full((slots, 4, self.channels), STALE, dtype=dtype)
+        self.matrices = torch.full((slots, self.heads, self.dim, self.numbers), STALE)
+
+    def draw(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return xbc and dt, some columns of one projection."""
+        projected = torch.randn(tokens, self.channels + self.heads).to(self.weight.dtype)
+        xbc, dt = projected.split([self.channels, self.heads], dim=1)
+        return xbc, dt
+
+    def convolve(self, function: Any, x: Tensor, *where: Any) -> Tensor:
+        out: Tensor = function(x, self.weight, self.inputs, *where, True, self.bias)
+        return out
+
+    def chunks(self, function: Any, xbc: Tensor, dt: Tensor, chunks: Chunks) -> Tensor:
+        parameters = self.log_decay, self.dt_bias, self.skips, self.matrices
+        out: Tensor = function(xbc, dt, *parameters, chunks, self.groups, LIMITS)
+        return out
+
+    def rows(self, function: Any, xbc: Tensor, dt: Tensor, *where: Tensor) -> Tensor:
+        parameters = self.weight, self.bias, self.log_decay, self.dt_bias, self.skips, self.inputs, self.matrices
+        out: Tensor = function(xbc, dt, *parameters, *where, self.groups, LIMITS)
+        return out
+
+    def on_device(self) -> Layer:
+        """Return a layer of the same numbers, and slots of its own."""
+        layer = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, value.to(DEVICE, copy=True))
+        return layer
+
+
+def recur(layer: Layer, xbc: Tensor, dt: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is defined, in float64, for xbc that is convolved already.
+
+    Returns the results, [tokens, heads, dim], and the state behind the last token.
+    """
+    inner = layer.heads * layer.dim
+    x, b, c = xbc.double().split([inner] + [layer.groups * layer.numbers] * 2, dim=1)
+    x = x.unflatten(1, (layer.heads, -1))
+    b, c = (y.unflatten(1, (layer.groups, -1)).repeat_interleave(layer.heads // layer.groups, 1) for y in (b, c))
+    steps = F.softplus(dt.double() + layer.dt_bias).clamp(*LIMITS)
+    outs = []
+    for t in range(len(x)):
+        decay = (-layer.log_decay.double().exp() * steps[t]).exp()
+        state = state * decay[:, None, None] + (steps[t][:, None] * x[t])[..., None] * b[t][:, None]
+        outs.append((state @ c[t][..., None]).squeeze(-1) + layer.skips[:, None] * x[t])
+    return torch.stack(outs), state
+
+
+def near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    error = (out.double().cpu() - expected.double().cpu()).norm() / expected.double().norm()
+    return bool(error < TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [mamba_chunks_reference, mamba_chunks_triton])
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
+def test_chunks(shape: Shape, function: Any, dtype: torch.dtype) -> None:
+    """One sequence begins, and leaves a snapshot; one goes on in its slot; one begins within a chunk, in another."""
+    torch.manual_seed(0)
+    layer = Layer(shape, dtype)
+    layer.matrices[[1, 2]] = torch.randn_like(layer.matrices[[1, 2]])
+    xbc, dt = layer.draw(sum(end - start for start, end in SPANS))
+    on = DEVICE if function is mamba_chunks_triton else "cpu"
+    used = layer.on_device() if on == DEVICE else layer
+    chunks = chunks_of(*SPANS, initial=[-1, 1, 2], final=[0, 1, 3], snapshots={64: 5}, device=on)
+    before = layer.matrices.double()
+    out = used.chunks(function, xbc.to(on), dt.to(on), chunks)
+    first = 0
+    for (start, end), initial, final in zip(SPANS, (None, 1, 2), (0, 1, 3), strict=True):
+        own = slice(first, first + end - start)
+        state = torch.zeros_like(before[0]) if initial is None else before[initial]
+        expected, state = recur(layer, xbc[own], dt[own], state)
+        assert near(out[own], expected, dtype)
+        assert near(used.matrices[final], state, dtype)
+        first = own.stop
+    _, snapshot = recur(layer, xbc[:64], dt[:64], torch.zeros_like(before[0]))
+    assert near(used.matrices[5], snapshot, dtype)
+    assert used.matrices[4].eq(STALE).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
+def test_steps_go_on_from_chunks(shape: Shape, dtype: torch.dtype) -> None:
+    """The kernels' tokens are those of one long prompt; an empty row writes nothing."""
+    torch.manual_seed(0)
+    layer = Layer(shape, dtype)
+    ours = layer.on_device()
+    xbc, dt = layer.draw(75)
+    convolved = layer.convolve(convolve_chunks_reference, xbc, chunks_of((0, 75), initial=[-1], final=[0]))
+    expected, _ = recur(layer, convolved, dt, torch.zeros_like(layer.matrices[0]).double())
+    first = chunks_of((0, 70), initial=[-1], final=[1], device=DEVICE)
+    out = ours.convolve(convolve_chunks_triton, xbc[:70].to(DEVICE), first)
+    outs = [ours.chunks(mamba_chunks_triton, out, dt[:70].to(DEVICE), first)]
+    for t in range(70, 75):
+        rows = (y[[t, 3]].to(DEVICE) for y in (xbc, dt))
+        outs.append(ours.rows(mamba_rows_triton, *rows, ints(1, -1).to(DEVICE), ints(t, -1).to(DEVICE))[:1])
+    assert near(torch.cat(outs), expected, dtype)
+    assert ours.matrices[[0, 2]].eq(STALE).all()
+    assert ours.inputs[[0, 2]].eq(STALE).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
+def test_rows(shape: Shape, dtype: torch.dtype) -> None:
+    """Rows at other positions, of which one begins; the kernel leaves what the reference leaves."""
+    torch.manual_seed(0)
+    layer = Layer(shape, dtype)
+    layer.inputs[1:5], layer.matrices[1:5] = torch.randn_like(layer.inputs[1:5]), torch.randn_like(layer.matrices[1:5])
+    ours, (xbc, dt), where = layer.on_device(), layer.draw(4), (ints(3, 1, -1, 2), ints(9, 64, -1, 2))
+    expected = layer.rows(mamba_rows_reference, xbc, dt, *where)
+    out = ours.rows(mamba_rows_triton, *(y.to(DEVICE) for y in (xbc, dt, *where)))
+    some = [0, 1, 3]
+    assert near(out[some], expected[some], dtype)
+    assert near(ours.matrices[1:5], layer.matrices[1:5], torch.float32 if dtype == torch.float32 else dtype)
+    assert ours.inputs.cpu().equal(layer.inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions_have_biases(dtype: torch.dtype) -> None:
+    layer = Layer(SHAPES[0], dtype)
+    ours, (xbc, _), where = layer.on_device(), layer.draw(70), chunks_of((0, 70), initial=[-1], final=[1])
+    on_device = chunks_of((0, 70), initial=[-1], final=[1], device=DEVICE)
+    wide = F.pad(xbc.double().T, (3, 0)).unfold(1, 4, 1) * layer.weight.double()[:, None]
+    expected = F.silu(wide.sum(-1).T + layer.bias.double())
+    assert near(layer.convolve(convolve_chunks_reference, xbc, where), expected, dtype)
+    assert near(ours.convolve(convolve_chunks_triton, xbc.to(DEVICE), on_device), expected, dtype)
+    rows = xbc[-1:].clone(), ints(1), ints(70)
+    expected = layer.convolve(convolve_rows_reference, *rows)
+    assert near(ours.convolve(convolve_rows_triton, *(y.to(DEVICE) for y in rows)), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_may_come_before_the_norm_of_a_group(dtype: torch.dtype) -> None:
+    x, wide, weight = torch.randn(5, 3, 40).to(dtype), torch.randn(5, 200).to(dtype), torch.randn(120).to(dtype)
+    gate = wide[:, 30:150]
+    gated = (x.flatten(1).double() * F.silu(gate.double())).view(5, 3, 40)
+    expected = F.rms_norm(gated, (40,), eps=1e-5).flatten(1) * weight.double()
+    assert near(gated_norm_reference(x, gate, weight, 1e-5, True), expected, dtype)
+    moved = (y.to(DEVICE) for y in (x, gate, weight))
+    assert near(gated_norm_triton(*moved, 1e-5, True), expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bamba", {"mamba_n_groups": 3}, "mamba_n_groups=3 .* must be a divisor of mamba_n_heads=8"),
+        ("bamba", {"mamba_d_conv": 65}, "mamba_d_conv=65 .* must be at most 64"),
+        ("bamba", {"time_step_limit": [0.5, 0.5]}, "time_step_limit=.* must be two numbers"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("bamba", {"attn_layer_indices": []}, "some layer must be 'full_attention'"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' .* rope, nope"),
+        ("granitemoehybrid", {"num_local_experts": -1}, "num_local_experts=-1"),
+    ],
+)
+def test_settings_that_no_model_has(name: str, settings: dict[str, Any], message: str) -> None:
+    case = CASES[name]
+    config = AutoConfig.for_model(case.model_type, **{**case.text_settings, **settings})
+    config.architectures = [case.architecture]
+    with pytest.raises(ValueError, match=message):
+        describe(config)
