@@ -18,7 +18,8 @@ pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
 TOWER = r".*(vision|visual|projector|connector|embed_vision).*"
 NO_MATRIX = r".*(shared_expert_gate|router.*|gate\.wg|kv_b_proj)"  # of those that multiply what a layer gets
-LINEAR = {"target_modules": "all-linear", "exclude_modules": rf"{TOWER}|{NO_MATRIX}"}
+REFUSED = r".*mixer\.out_proj"  # by PEFT itself, of Nemotron-H
+LINEAR = {"target_modules": "all-linear", "exclude_modules": rf"{TOWER}|{NO_MATRIX}|{REFUSED}"}
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 KINDS = [list(CASES).index(name) for name in ("llama", "phi3", "qwen3.5", "gemma4 multimodal, layer inputs")]
 MIXED = [

@@ -18,7 +18,7 @@ from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.models.description import Description
+from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.plain.format import PLAIN
 
@@ -160,7 +160,7 @@ def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[
     matrix takes six operations: it gives a part of what the key recalls, is updated, and answers the query.
     sizes: the bytes that move for an input, and for a number of a matrix
     """
-    states = [mixer.state(1) for mixer in model.mixers if mixer is not None]
+    states = [state for mixer in model.mixers if mixer is not None and (state := mixer.state(1)) is not None]
     num_bytes = sum(state.num_bytes(*sizes) for state in states)
     operations = 6 * sum(math.prod(state.matrices) for state in states if state.matrices is not None)
     return [Load(decoded * num_bytes, decoded * operations), Load(0, prefilled * operations)]
@@ -188,7 +188,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
         elif mixer is None:
             heads = next(attending)
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
-        else:
+        elif not isinstance(mixer, NoMixer):
             add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
         add(prefix + names.down, (3 if model.is_gated else 2) * mlp_size)
         if experts is not None and experts.layers[layer] and experts.shared_size is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,8 @@ class Mamba2:
     width: the convolution's; a token sees so many inputs, its own the last
     limits: of a token's step
     conv_bias, bias: the convolution, and the projections, have biases
+    module: the mixer's, in the checkpoint; groups_field: what the config calls the groups
     """
-
-    module: ClassVar[str] = "mamba"  # in the checkpoints of all families here
 
     heads: int
     dim: int
@@ -43,11 +41,13 @@ class Mamba2:
     limits: tuple[float, float] = (0.0, float("inf"))
     conv_bias: bool = True
     bias: bool = False
+    module: str = "mamba"
+    groups_field: str = "mamba_n_groups"
 
     @property
     def divided(self) -> dict[str, int]:
         """What ranks divide, as configs name it."""
-        return {"mamba_n_groups": self.groups}
+        return {self.groups_field: self.groups}
 
     @property
     def inner(self) -> int:

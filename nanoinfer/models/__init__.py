@@ -93,6 +93,7 @@ FAMILIES = {
     "MptForCausalLM": "classics.mpt.describe",
     "MuseGlimmerForConditionalGeneration": "multimodal.describe_muse_glimmer",
     "NanoChatForCausalLM": "llama.describe_nanochat",
+    "NemotronHForCausalLM": "mamba.nemotron_h.describe",
     "NemotronForCausalLM": "classics.nemotron.describe_nemotron",
     "Olmo2ForCausalLM": "olmo.describe_olmo2",
     "Olmo3ForCausalLM": "olmo.describe_olmo3",

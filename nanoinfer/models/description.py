@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.experts.route import Routing
@@ -30,7 +30,21 @@ from nanoinfer.weights.names import AS_STORED, Beside, Spelling
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
-MixerSizes: TypeAlias = GatedDelta | Mamba2 | ShortConvolution  # of what a layer may have in place of attention
+
+@dataclass(frozen=True)
+class NoMixer:
+    """A layer that lets no token see another: it has an MLP alone."""
+
+    divided: ClassVar[dict[str, int]] = {}
+    projected: ClassVar[int] = 0
+
+    def state(self, ranks: int) -> None:
+        """Return what a layer remembers: nothing."""
+
+
+MixerSizes: TypeAlias = (
+    GatedDelta | Mamba2 | NoMixer | ShortConvolution
+)  # of what a layer may have in place of attention
 # The norm of queries and keys goes over each head by itself, or over all heads at once, before they are rotated; or
 # over each head by itself, afterwards.
 QKNorm = Literal["head", "full", "rotated"]
@@ -177,6 +191,7 @@ class Description:
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
+    has_one_branch: a layer has its mixer alone, or where it has none, its MLP
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     alibi: the slopes of ALiBi's bias, one for each query head, see attention.context.Scoring; empty: the model has none
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
@@ -206,6 +221,7 @@ class Description:
     windows: tuple[int | None, ...]
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
+    has_one_branch: bool = False
     names: ModuleNames = ModuleNames()
     layer_names: tuple[ModuleNames, ...] = ()
     embedded_ids: int | None = None
@@ -288,6 +304,8 @@ class Description:
         experts, double_from = self.experts, self.double_from or self.num_layers
         replaced = [False] * self.num_layers if experts is None or experts.beside is not None else experts.layers
         sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
+        if self.has_one_branch:
+            sizes = [size * isinstance(mixer, NoMixer) for size, mixer in zip(sizes, self.mixers, strict=True)]
         return [0 if is_replaced else size for size, is_replaced in zip(sizes, replaced, strict=True)]
 
     @property
@@ -298,7 +316,7 @@ class Description:
     @property
     def has_states(self) -> bool:
         """Whether some layer's memory of the past is a state of fixed size."""
-        return any(self.mixers)
+        return any(mixer is not None and mixer.state(1) is not None for mixer in self.mixers)
 
     @property
     def attending(self) -> list[KVHeads]:

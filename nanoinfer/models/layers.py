@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.layers.layer_inputs import LayerInputBranch
 from nanoinfer.layers.norm import Joint, NormLayer, add_branches
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
-from nanoinfer.models.description import Description
+from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_mlp
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -77,16 +78,43 @@ class ParallelLayer(nn.Module):
         return add_branches(x, y), residual
 
 
+class OneBranchLayer(nn.Module):
+    """A layer with one branch, as in Nemotron-H (NVIDIA, 2025): its mixer, or its MLP."""
+
+    def __init__(self, joint: Joint, mixer: Mixer | None, mlp: AnyMLP | None) -> None:
+        super().__init__()
+        self.joint, self.mixer, self.mlp = joint, mixer, mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """Run the branch; returns its result, not yet added, and the residual stream.
+
+        x, residual: as for DecoderLayer.forward
+        """
+        if self.mixer is not None:
+            return self.mixer(x, residual, self.joint, context)
+        assert self.mlp is not None
+        return self.mlp(x, residual, self.joint, context.adapters)
+
+
+Layer: TypeAlias = DecoderLayer | OneBranchLayer | ParallelLayer
+
+
 def make_layers(
     model: Description, max_model_len: int, rotaries: Rotaries, backend: AttentionBackend, tp: TensorParallel
-) -> tuple[list[DecoderLayer | ParallelLayer], Joint]:
+) -> tuple[list[Layer], Joint]:
     """Make the layers, and the joint behind the last one. rotaries: by the layers' ropes"""
-    joints, layers = _joints(model, tp), list[DecoderLayer | ParallelLayer]()
+    joints, layers = _joints(model, tp), list[Layer]()
     scaling = model.query_scaling
     scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
     for layer, rope in enumerate(model.ropes):
         rotary = None if rope is None else rotaries[rope]
+        if isinstance(model.mixers[layer], NoMixer):
+            layers.append(OneBranchLayer(next(joints), None, make_mlp(model, layer, tp)))
+            continue
         mixer = make_mixer(model, layer, rotary, scales, backend, tp)
+        if model.has_one_branch:
+            layers.append(OneBranchLayer(next(joints), mixer, None))
+            continue
         mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
         if model.is_parallel:
             layers.append(ParallelLayer(next(joints), mixer, _norm(model, layer, model.names.mlp_norm), mlp, tp))
@@ -127,7 +155,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     for layer, names in enumerate(by_layer):
         yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
-        if model.is_parallel:
+        if model.is_parallel or model.has_one_branch:
             sums = True
             continue
         yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, scale, whole)

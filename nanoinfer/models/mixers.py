@@ -12,7 +12,7 @@ from nanoinfer.layers.latent_attention import LatentAttention
 from nanoinfer.layers.mamba import Mamba2, Mamba2Mixer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.models.description import Description
+from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.self_attention import SelfAttention, over_cache, scoring_of, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
@@ -27,8 +27,9 @@ def make_mixer(
     backend: AttentionBackend,
     tp: TensorParallel,
 ) -> Mixer:
-    """Make a layer's mixer. rotary, scales, backend: for attention"""
+    """Make the mixer of a layer that has one. rotary, scales, backend: for attention"""
     sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
+    assert not isinstance(sizes, NoMixer)
     if model.is_encoder:
         return SelfAttention(model, layer, within_texts(model, layer, rotary, tp), tp)
     if model.latent is not None:

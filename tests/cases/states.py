@@ -27,6 +27,14 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
 }
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "num_hidden_layers": None,
+}
 
 CASES = {
     "bamba": Case("BambaForCausalLM", "bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
@@ -41,6 +49,18 @@ CASES = {
             "mlp_bias": True,
             "attention_bias": True,
             "time_step_limit": [0.6, 1.0],
+        },
+    ),
+    "nemotronh": Case("NemotronHForCausalLM", "nemotron_h", NEMOTRON),
+    "nemotronh biases, branches in another order": Case(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layer_types": ["mlp", "linear_attention", "linear_attention", "full_attention", "mlp", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
         },
     ),
     "granitemoehybrid": Case(

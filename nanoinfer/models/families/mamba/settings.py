@@ -18,22 +18,24 @@ MAMBA = "linear_attention"  # transformers' name in layer_types, which it gives 
 def read_mamba(config: PretrainedConfig) -> Mamba2:
     """Read the sizes of Mamba2 layers. Raises ValueError, naming the setting, for sizes that no model can have."""
     refuse(config, hidden_act="silu")
-    heads, groups = size_of(config, "mamba_n_heads"), size_of(config, "mamba_n_groups")
-    if heads % groups:
-        raise ValueError(f"model: mamba_n_groups={groups} in its config: must be a divisor of mamba_n_heads={heads}")
     return Mamba2(
-        heads,
-        size_of(config, "mamba_d_head"),
-        size_of(config, "mamba_d_state"),
-        groups,
+        *read_heads(config, "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"),
         read_width(config, "mamba_d_conv"),
-        _read_limits(config),
+        read_limits(config),
         bool(config.mamba_conv_bias),
         bool(config.mamba_proj_bias),
     )
 
 
-def _read_limits(config: PretrainedConfig) -> tuple[float, float]:
+def read_heads(config: PretrainedConfig, heads: str, dim: str, numbers: str, groups: str) -> tuple[int, int, int, int]:
+    """Read the settings of these names, as Mamba2 has them."""
+    counts = size_of(config, heads), size_of(config, groups)
+    if counts[0] % counts[1]:
+        raise ValueError(f"model: {groups}={counts[1]} in its config: must be a divisor of {heads}={counts[0]}")
+    return counts[0], size_of(config, dim), size_of(config, numbers), counts[1]
+
+
+def read_limits(config: PretrainedConfig) -> tuple[float, float]:
     """Return the least and the largest step."""
     limits = [as_number(limit) for limit in as_list(config.time_step_limit) or []]
     match limits:
