@@ -24,7 +24,7 @@ from nanoinfer.kernels.delta.convolution import (
 from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
 from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
-from nanoinfer.models import describe
+from nanoinfer.models import check_architectures, describe
 
 Shape = tuple[int, int, int, int]  # heads, numbers of each, groups, and numbers that a state has for each input
 
@@ -187,6 +187,15 @@ def test_a_gate_may_come_before_the_norm_of_a_group(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("FalconH1ForCausalLM", "attention and Mamba2 side by side"), ("JambaForCausalLM", "Mamba's first version")],
+)
+def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r} is not supported: nanoinfer has no .*{lacking}"):
+        check_architectures([name])
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("bamba", {"mamba_n_groups": 3}, "mamba_n_groups=3 .* must be a divisor of mamba_n_heads=8"),
@@ -196,6 +205,9 @@ def test_a_gate_may_come_before_the_norm_of_a_group(dtype: torch.dtype) -> None:
         ("bamba", {"attn_layer_indices": []}, "some layer must be 'full_attention'"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' .* rope, nope"),
         ("granitemoehybrid", {"num_local_experts": -1}, "num_local_experts=-1"),
+        ("nemotronh", {"layer_types": ["linear_attention", "moe", "full_attention"]}, "no experts without gates"),
+        ("nemotronh", {"layer_types": ["linear_attention", "mlp"]}, "some layer must be 'full_attention'"),
+        ("nemotronh", {"n_groups": 3}, "n_groups=3 .* must be a divisor of mamba_num_heads=8"),
     ],
 )
 def test_settings_that_no_model_has(name: str, settings: dict[str, Any], message: str) -> None:

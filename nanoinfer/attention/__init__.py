@@ -112,10 +112,14 @@ def make_backend(
         from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 
         return FlashAttnBackend()
+    if name == "triton" and latent_heads is not None:
+        from nanoinfer.attention.latent_backend import LatentBackend
+
+        return LatentBackend(layout, latent_heads)
     if name == "triton":
         from nanoinfer.attention.triton_backend import TritonBackend
 
-        return TritonBackend(layout, latent_heads)
+        return TritonBackend(layout)
     from nanoinfer.attention.torch_backend import TorchBackend
 
     return TorchBackend(layout)

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypedDict
 
 from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
 from nanoinfer.kernels.attention.bundles import Bundles, bundle, queries_of_a_bundle
-from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
-from nanoinfer.kernels.latent.decode import meet_latents, plan_latents, queries_at_once
-from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents
-
-
-class Reads(TypedDict):
-    """What several rows, or several queries of a row, read together."""
-
-    prefixes: SharedPrefixes | None
-    bundles: Bundles | None
 
 
 class TritonBackend:
@@ -32,30 +22,35 @@ class TritonBackend:
 
     prefills_latents = False
 
-    def __init__(self, layout: CacheLayout, latent_heads: int | None = None) -> None:
-        """latent_heads: query heads that see one latent; None: the cache has keys and values"""
-        self.groups, self.latent_heads = layout.groups, latent_heads
+    def __init__(self, layout: CacheLayout) -> None:
+        self.groups = layout.groups
 
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each group of layers."""
-        prefixes, bundles, guesses = context.prefixes, None, context.guesses
+        prefixes, bundles = context.prefixes, None
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
-            k_cache, v_cache = context.layers[group.layers[0]]
-            if guesses is not None:
-                queries = self._queries_at_once(guesses, k_cache)
-                bundles = _bundle(context.context_lens, guesses, queries, prefixes)
+            caches = context.layers[group.layers[0]]
+            if context.guesses is not None:
+                queries = self._queries_at_once(context.guesses, caches[0])
+                bundles = _bundle(context.context_lens, context.guesses, queries, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
-            how: Reads = {"prefixes": prefixes, "bundles": bundles}
-            if self.latent_heads is None:
-                own.plan = plan_decode(context.context_lens, k_cache, window=group.window, **how)
-            else:
-                own.plan = plan_latents(context.context_lens, k_cache, self.latent_heads, v_cache.shape[3], **how)
+            own.plan = self._plan(context.context_lens, caches, group.window, prefixes, bundles)
             prefixes = None  # the first group's alone
 
     def _queries_at_once(self, guesses: Guesses, k_cache: Tensor) -> int:
-        if self.latent_heads is None:
-            return queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
-        return queries_at_once(guesses.most, self.latent_heads, k_cache)
+        """Return how many queries of a row a program should serve together."""
+        return queries_of_a_bundle(guesses.most, guesses.heads, k_cache)
+
+    def _plan(
+        self,
+        context_lens: Tensor,
+        caches: tuple[Tensor, Tensor],
+        window: int | None,
+        prefixes: SharedPrefixes | None,
+        bundles: Bundles | None,
+    ) -> DecodePlan:
+        """Return the plan of a group of layers; caches: of any of them."""
+        return plan_decode(context_lens, caches[0], window=window, prefixes=prefixes, bundles=bundles)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
@@ -97,8 +92,6 @@ class TritonBackend:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
     ) -> Tensor:
         """Attend from one query per token; prefixes that several share are read once, if no window hides these."""
-        if self.latent_heads is not None:
-            return self._meet_latents(q, k_cache, v_cache.shape[3], context, group, scoring)
         plan, shared = group.plan, None
         if plan.own_starts is not None:
             assert context.prefixes is not None
@@ -129,17 +122,6 @@ class TritonBackend:
             scoring.sinks,
             scoring.slopes,
         )
-
-    def _meet_latents(
-        self, q: Tensor, cache: Tensor, latent: int, context: Context, group: GroupContext, scoring: Scoring
-    ) -> Tensor:
-        plan, shared = group.plan, None
-        how = q, cache, latent, group.block_tables
-        if plan.own_starts is not None:
-            assert context.prefixes is not None
-            queries = None if plan.bundles is None else plan.bundles.shared
-            shared = attend_to_shared_latents(*how, context.prefixes, scoring.scale, scoring.kv_scales, queries)
-        return meet_latents(*how, context.context_lens, scoring.scale, plan, scoring.kv_scales, shared)
 
 
 def _bundle(context_lens: Tensor, guesses: Guesses, queries: int, prefixes: SharedPrefixes | None) -> Bundles | None:

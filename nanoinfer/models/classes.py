@@ -38,12 +38,15 @@ LACKING = {
     "BailingHybridForCausalLM": "lightning attention",
     "DeepseekV32ForCausalLM": "sparse indexers",
     "DeepseekV4ForCausalLM": "hyper-connections",
+    "FalconH1ForCausalLM": "layers of attention and Mamba2 side by side",
     "GlmMoeDsaForCausalLM": "sparse indexers",
+    "JambaForCausalLM": "Mamba's first version",
     "KimiLinearForCausalLM": "Kimi Delta Attention",
     "LongcatFlashForCausalLM": "layers of two halves, with experts beside both",
     "MiMoV2FlashForCausalLM": "values that are smaller than keys",
+    "Zamba2ForCausalLM": "layers that share their weights",
 }
-"""Relatives of classes with latent attention, and what they have that nanoinfer lacks."""
+"""Relatives of classes here, with latent attention or Mamba2, and what they have that nanoinfer lacks."""
 
 ALL_CLASSIFIERS = CLASSIFIERS | ENCODING_CLASSIFIERS
 READERS = BARE | OF_ENCODERS | ALL_CLASSIFIERS
