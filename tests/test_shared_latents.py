@@ -104,7 +104,13 @@ def test_tokens_are_those_of_rows_alone(
     how = {"dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16}
     prompts, params = [PROMPTS[0][:40] + [token] * 3 for token in (5, 6)], greedy(3, ignore_eos=True)
     expected = make_llm(str(tmp_path), device="cpu", **how).generate(prompts, params, use_tqdm=False)
-    own = {"attention_backend": "triton", "enforce_eager": True, "speculation": speculation, "max_num_seqs": 4}
+    own = {
+        "attention_backend": "triton",
+        "enforce_eager": True,
+        "speculation": speculation,
+        "max_guesses": 2,
+        "max_num_seqs": 4,
+    }
     llm, shares = make_llm(str(tmp_path), **how, **own), list[bool]()
     steps = llm.engine.ranks.runner.steps
     run = steps.forward
