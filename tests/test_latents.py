@@ -34,6 +34,7 @@ from nanoinfer.kernels.attention.decode_plan import DecodePlan
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.latent import combine
 from nanoinfer.kernels.latent.decode import meet_latents, parts_of, plan_latents, queries_at_once
 from nanoinfer.kernels.latent.store import rotate_and_store_reference, rotate_and_store_triton
 from nanoinfer.kernels.launch import launch_in_between
@@ -85,6 +86,19 @@ def test_rows_meet_latents(shape: Shape, workers: int | None, dtype: torch.dtype
     expected = paged_decode_reference(q.float(), keys, keys[..., :latent], tables, lens, 300, 0.1)
     for _ in range(2):  # two layers: the first must leave the plan unchanged
         out = meet_latents(q, cache, latent, tables, lens, 0.1, plan)
+        assert_close(out[:5], expected[:5])
+
+
+def test_results_of_several_heads_are_put_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is so where there are many rows; here six heads, of which the last program has two."""
+    monkeypatch.setattr(combine, "FEW_ROWS", 2)
+    context_lens = [1, 16, 100, 300, 64, 0]
+    cache, tables = cached(context_lens, (6, 40, 8, 16), torch.float32)
+    q, keys = randn(len(context_lens), 6, 48), cache.nan_to_num()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    expected = paged_decode_reference(q, keys, keys[..., :40], tables, lens, 300, 0.1)
+    for workers in (3, 8):
+        out = meet_latents(q, cache, 40, tables, lens, 0.1, plan_ahead(lens, cache, 6, 40, workers))
         assert_close(out[:5], expected[:5])
 
 
