@@ -25,6 +25,7 @@ from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_
 from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
 from nanoinfer.models import check_architectures, describe
+from nanoinfer.models.description import Description
 
 Shape = tuple[int, int, int, int]  # heads, numbers of each, groups, and numbers that a state has for each input
 
@@ -186,6 +187,22 @@ def test_a_gate_may_come_before_the_norm_of_a_group(dtype: torch.dtype) -> None:
     assert near(gated_norm_triton(*moved, 1e-5, True), expected, dtype)
 
 
+def described(name: str, settings: dict[str, Any]) -> Description:
+    case = CASES[name]
+    own = {**case.text_settings, **settings}
+    if "hybrid_override_pattern" in own:
+        del own["layer_types"]
+    config = AutoConfig.for_model(case.model_type, **own)
+    config.architectures = [case.architecture]
+    return describe(config)
+
+
+def test_configs_name_layers_in_older_ways() -> None:
+    kinds = {"layer_types": ["mamba", "attention"] * 2}
+    assert described("granitemoehybrid", kinds) == described("granitemoehybrid", {})
+    assert described("nemotronh", {"hybrid_override_pattern": "M-*-"}) == described("nemotronh", {})
+
+
 @pytest.mark.parametrize(
     ("name", "lacking"),
     [("FalconH1ForCausalLM", "attention and Mamba2 side by side"), ("JambaForCausalLM", "Mamba's first version")],
@@ -211,8 +228,5 @@ def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
     ],
 )
 def test_settings_that_no_model_has(name: str, settings: dict[str, Any], message: str) -> None:
-    case = CASES[name]
-    config = AutoConfig.for_model(case.model_type, **{**case.text_settings, **settings})
-    config.architectures = [case.architecture]
     with pytest.raises(ValueError, match=message):
-        describe(config)
+        described(name, settings)

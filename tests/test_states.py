@@ -32,13 +32,13 @@ from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.runner.start.trials import Trials
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
-NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]
+NAMES = ["qwen3.5", *(pytest.param(name, marks=pytest.mark.whole) for name in ("lfm2", "bamba", "nemotronh"))]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {}
-    for name in ("qwen3.5", "lfm2"):
+    for name in ("qwen3.5", "lfm2", "bamba", "nemotronh"):
         made[name] = str(tmp_path_factory.mktemp("states"))
         build(CASES[name], Path(made[name]))
     return made
