@@ -36,15 +36,13 @@ class NoMixer:
     """A layer that lets no token see another: it has an MLP alone."""
 
     divided: ClassVar[dict[str, int]] = {}
-    projected: ClassVar[int] = 0
 
     def state(self, ranks: int) -> None:
         """Return what a layer remembers: nothing."""
 
 
-MixerSizes: TypeAlias = (
-    GatedDelta | Mamba2 | NoMixer | ShortConvolution
-)  # of what a layer may have in place of attention
+# What a layer may have in place of attention.
+MixerSizes: TypeAlias = GatedDelta | Mamba2 | NoMixer | ShortConvolution
 # The norm of queries and keys goes over each head by itself, or over all heads at once, before they are rotated; or
 # over each head by itself, afterwards.
 QKNorm = Literal["head", "full", "rotated"]

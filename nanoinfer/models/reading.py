@@ -107,20 +107,20 @@ def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | No
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_mixers(config: PretrainedConfig, kind: str, mixer: MixerSizes) -> tuple[MixerSizes | None, ...]:
-    """Return each layer's mixer: `mixer` where layer_types says `kind`, and None, attention, for "full_attention".
+def read_mixers(config: PretrainedConfig, kinds: dict[str, MixerSizes]) -> tuple[MixerSizes | None, ...]:
+    """Return each layer's mixer: that of the kind that layer_types says, and None, attention, for "full_attention".
 
     Raises ValueError for another type, and if no layer attends: then nothing would be in the KV cache.
     """
-    kinds = of_layers(config, "layer_types")
-    for other in kinds:
-        if other not in (kind, "full_attention"):
+    types, known = of_layers(config, "layer_types"), (*kinds, "full_attention")
+    for kind in types:
+        if kind not in known:
             raise ValueError(
-                f"model: layer_types={other!r} in its config is not supported; supported here: {kind}, full_attention"
+                f"model: layer_types={kind!r} in its config is not supported; supported here: {', '.join(known)}"
             )
-    if "full_attention" not in kinds:
-        raise ValueError(f"model: layer_types in its config has only {kind!r}: some layer must be 'full_attention'")
-    return tuple(mixer if other == kind else None for other in kinds)
+    if "full_attention" not in types:
+        raise ValueError("model: layer_types in its config: some layer must be 'full_attention'")
+    return tuple(kinds.get(kind) for kind in types)
 
 
 def read_width(config: PretrainedConfig, name: str) -> int:

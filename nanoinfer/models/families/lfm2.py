@@ -55,7 +55,7 @@ def describe_moe(config: PretrainedConfig) -> Description:
 def _describe(config: PretrainedConfig, **own: Any) -> Description:
     """layer_types says "conv" for layers that convolve."""
     convolution = ShortConvolution(config.hidden_size, read_width(config, "conv_L_cache"), bool(config.conv_bias))
-    mixers = read_mixers(config, "conv", convolution)
+    mixers = read_mixers(config, {"conv": convolution})
     rope = read_rope(config, head_dim_of(config))
     return describe_common(
         config,

@@ -84,7 +84,8 @@ def describe_hybrid(config: PretrainedConfig) -> Description:
     """Describe an OLMo Hybrid model (2026): OLMo 2's layers attend, and the others have norms on branches' inputs."""
     refuse(config, hidden_act="silu")
     largest = 2.0 if config.linear_allow_neg_eigval else 1.0
-    mixers = read_mixers(config, "linear_attention", read_delta(config, layout="apart", largest=largest, norm_eps=1e-5))
+    delta = read_delta(config, layout="apart", largest=largest, norm_eps=1e-5)
+    mixers = read_mixers(config, {"linear_attention": delta})
     turns = config.rope_parameters is not None and config.rope_parameters.get("rope_theta") is not None
     rope = read_rope(config, head_dim_of(config)) if turns else None
     return _describe(

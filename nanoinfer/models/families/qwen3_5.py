@@ -42,7 +42,7 @@ def describe_next(config: PretrainedConfig) -> Description:
 
 def _describe(config: PretrainedConfig, layout: Literal["stacked", "heads"] = "stacked", **own: Any) -> Description:
     refuse(config, hidden_act="silu", attn_output_gate=True)
-    mixers = read_mixers(config, "linear_attention", read_delta(config, layout=layout))
+    mixers = read_mixers(config, {"linear_attention": read_delta(config, layout=layout)})
     rope = read_rope(config, read_rotary_dim(config))
     return describe_common(
         config,

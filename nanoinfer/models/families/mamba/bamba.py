@@ -23,7 +23,7 @@ NAMES = ModuleNames(
 def describe(config: PretrainedConfig) -> Description:
     """Describe a Bamba model."""
     rope = read_rope(config, read_rotary_dim(config))
-    mixers = read_mixers(config, MAMBA, read_mamba(config))
+    mixers = read_mixers(config, {MAMBA: read_mamba(config)})
     return describe_common(
         config,
         names=NAMES,

@@ -20,7 +20,7 @@ NAMES = ModuleNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.outpu
 
 def describe(config: PretrainedConfig) -> Description:
     """Describe a Granite 4 model. What its config calls shared is its MLP, or beside experts one more of these."""
-    mixers, size = read_mixers(config, MAMBA, read_mamba(config)), size_of(config, "shared_intermediate_size")
+    mixers, size = read_mixers(config, {MAMBA: read_mamba(config)}), size_of(config, "shared_intermediate_size")
     experts = read_moe(config) if count_of(config, "num_local_experts") else None
     rotates = _read_positions(config)
     rope = read_rope(config, head_dim_of(config)) if rotates else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.mamba import Mamba2
-from nanoinfer.models.description import Description, MixerSizes, ModuleNames, NoMixer
+from nanoinfer.models.description import Description, ModuleNames, NoMixer
 from nanoinfer.models.families.mamba.settings import MAMBA, read_heads, read_limits
-from nanoinfer.models.reading import describe_common, read_width
+from nanoinfer.models.reading import describe_common, read_mixers, read_width
 from nanoinfer.models.settings import of_layers, refuse, size_of
 from nanoinfer.weights.names import Spelling
 
@@ -31,6 +31,10 @@ SPELLING = Spelling(
 
 def describe(config: PretrainedConfig) -> Description:
     """Describe a Nemotron-H model without experts."""
+    if "moe" in of_layers(config, "layer_types"):
+        raise ValueError(
+            "model: layer_types in its config has 'moe': nanoinfer has no experts without gates, as these are"
+        )
     refuse(config, mamba_hidden_act="silu", residual_in_fp32=False, sliding_window=None)
     heads = read_heads(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
     width, limits, biases = read_width(config, "conv_kernel"), read_limits(config), bool(config.use_bias)
@@ -40,7 +44,7 @@ def describe(config: PretrainedConfig) -> Description:
         activation_field="mlp_hidden_act",
         eps_field="layer_norm_epsilon",
         names=NAMES,
-        mixers=_read_mixers(config, mamba),
+        mixers=read_mixers(config, {MAMBA: mamba, "mlp": NoMixer()}),
         has_one_branch=True,
         ropes=(None,) * config.num_hidden_layers,
         max_position=size_of(config, "max_position_embeddings"),
@@ -49,20 +53,3 @@ def describe(config: PretrainedConfig) -> Description:
         skipped=("mtp.",),
         spelling=SPELLING,
     )
-
-
-def _read_mixers(config: PretrainedConfig, mamba: Mamba2) -> tuple[MixerSizes | None, ...]:
-    kinds: dict[str, MixerSizes | None] = {MAMBA: mamba, "full_attention": None, "mlp": NoMixer()}
-    types = of_layers(config, "layer_types")
-    for kind in types:
-        if kind == "moe":
-            raise ValueError(
-                "model: layer_types in its config has 'moe': nanoinfer has no experts without gates, as these are"
-            )
-        if kind not in kinds:
-            raise ValueError(
-                f"model: layer_types={kind!r} in its config is not supported; supported here: {', '.join(kinds)}"
-            )
-    if "full_attention" not in types:
-        raise ValueError("model: layer_types in its config: some layer must be 'full_attention'")
-    return tuple(kinds[kind] for kind in types)
