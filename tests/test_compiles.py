@@ -32,8 +32,6 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_expand_kernel": 36,  # in float32, of rank 128
     "_go_through_kernel": 84,
     "_group_kernel": 20,
-    "_mamba_chunks_kernel": 216,
-    "_mamba_chunks_kernel: Mamba2 in float32": 2200,
     "_meet_kernel": 408,  # 60 queries and heads, 64 at most 192
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
     "_paged_prefill_kernel": 40,
@@ -53,15 +51,18 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
+    "look_within_kernel: Mamba2 in float32": 1564,
+    "walk_stretch_kernel": 356,  # of 256 numbers a state's input; of 128: 128
+    "walk_stretch_kernel: Mamba2 in float32": 720,
 }
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
     "_go_through_kernel": 1036,
     "_look_within_kernel": 348,
     "_look_within_kernel: delta rule of OLMo Hybrid, is_prefill=True": 352,
-    "_mamba_chunks_kernel": 1364,
-    "_mamba_chunks_kernel: Mamba2 in float32": 2272,
     "_paged_decode_kernel": 88,
     "_tiles_kernel: plain of 4000 in torch.bfloat16": 188,
+    "walk_stretch_kernel": 456,
+    "walk_stretch_kernel: Mamba2 in float32": 736,
 }
 
 Ask = Callable[[str, list[str], list[str]], dict[str, Any]]  # as Compiler.compile

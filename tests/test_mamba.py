@@ -14,7 +14,8 @@ from test_delta import DTYPES, STALE, TOLERANCE, chunks_of, ints
 from torch import Tensor
 from transformers import AutoConfig
 
-from nanoinfer.kernels.delta.chunks import Chunks
+from nanoinfer.kernels.delta import chunks
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import (
     convolve_chunks_reference,
     convolve_chunks_triton,
@@ -22,6 +23,7 @@ from nanoinfer.kernels.delta.convolution import (
     convolve_rows_triton,
 )
 from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
+from nanoinfer.kernels.mamba import prefill
 from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
 from nanoinfer.models import check_architectures, describe
@@ -123,6 +125,30 @@ def test_chunks(shape: Shape, function: Any, dtype: torch.dtype) -> None:
     _, snapshot = recur(layer, xbc[:64], dt[:64], torch.zeros_like(before[0]))
     assert near(used.matrices[5], snapshot, dtype)
     assert used.matrices[4].eq(STALE).all()
+
+
+@pytest.mark.parametrize("start", [0, 64])
+def test_a_long_sequence_is_walked_in_stretches(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may go on in its slot, which gets the states behind it, as if it were walked at once."""
+    monkeypatch.setattr(chunks, "STRETCH", 2)
+    monkeypatch.setattr(prefill, "STRETCH", 2)
+    torch.manual_seed(0)
+    layer, spans = Layer((2, 12, 1, 16)), [(64, 100), (start, start + 5 * CHUNK + 7), (0, 20)]
+    layer.log_decay.fill_(-6.0)  # so that states remember long
+    layer.matrices[2] = torch.randn_like(layer.matrices[2])
+    begin = layer.matrices[2].double() * (start > 0)
+    ours, (xbc, dt) = layer.on_device(), layer.draw(sum(end - first for first, end in spans))
+    slots = {"initial": [-1, 2 if start else -1, -1], "final": [0, 2, 1]}
+    cut = chunks_of(*spans, **slots, snapshots={128: 3}, device=DEVICE)
+    assert cut.stretches.tolist() == [0, 1, 3, 5, 7]
+    out = ours.chunks(mamba_chunks_triton, xbc.to(DEVICE), dt.to(DEVICE), cut)
+    first = 0
+    for (_, end), state in zip(((0, 36), (0, 327), (0, 20)), (begin * 0, begin, begin * 0), strict=True):
+        own = slice(first, first + end)
+        expected, state = recur(layer, xbc[own], dt[own], state)
+        assert near(out[own], expected, torch.float32)
+        first = own.stop
+        assert near(ours.matrices[0 if end == 36 else 2 if end > 36 else 1], state, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

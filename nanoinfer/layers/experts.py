@@ -70,7 +70,7 @@ class Router(nn.Module):
         """
         lane = joint.lane(x)
         if joint.tp.size == 1 or lane is not None:
-            x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
+            norm, post = joint.pre_norm, joint.post_norm
             weight = self._in_order or self.weight
             logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane, self.bias)
         else:

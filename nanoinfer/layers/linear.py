@@ -120,7 +120,6 @@ class ColumnParallelLinear(nn.Module):
         matrix = self.matrix.beside(adapters)
         lane = joint.lane(x) if matrix.takes_lanes else None
         if lane is not None or (self.tp.size == 1 and not joint.replaces):
-            x = joint.scaled(x)
             return matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)
         joined, residual = joint(x, residual)
         return matrix.product(joined, activation), residual

@@ -85,9 +85,9 @@ class NormLayer(nn.Module):
 class Joint(nn.Module):
     """Adds a branch's result to the residual stream, and normalises the sum as the next branch's input.
 
-        residual ---------------------------------> + -----> residual
-                                                    |  '---> pre norm ---> the next branch
-        the branch's result --> scale --> post norm '
+        residual -----------------------> + -----> residual
+                                          |  '---> pre norm ---> the next branch
+        the branch's result --> post norm '
 
     With several ranks, the joint first adds up their parts. If the ranks keep the order, a branch's result is whole
     already. Either norm may be absent. The model's first joint has no residual yet: its x, the embeddings, becomes the
@@ -100,7 +100,6 @@ class Joint(nn.Module):
         post: NormLayer | None,
         pre: NormLayer | None,
         tp: TensorParallel,
-        scale: float = 1.0,
         whole: bool = False,
         sums: bool = True,
         replaces: bool = False,
@@ -109,14 +108,12 @@ class Joint(nn.Module):
 
         post: the norm of the branch's result
         pre: the norm of the next branch's input
-        scale: factor of the branch's result
         whole: every rank needs the residual stream of all tokens (see one_owner in kernels.ranks.all_reduce_norm)
         sums: False: each rank's x is the whole branch's result already
         """
         super().__init__()
         self.tp = tp
         self.post, self.pre = post, pre
-        self.scale = scale
         self.whole = whole
         self.sums = sums
         self.replaces = replaces
@@ -130,10 +127,6 @@ class Joint(nn.Module):
     def pre_norm(self) -> Norm | None:
         """The norm of the next branch's input."""
         return None if self.pre is None else self.pre.norm
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """Multiply the branch's result by the joint's scale."""
-        return x if self.scale == 1 else x * self.scale
 
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the next product can add up the ranks' parts of x itself, as for one token; else None."""
@@ -153,8 +146,7 @@ class Joint(nn.Module):
         return normed, normed if self.replaces else total
 
     def _join(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
-        inbox = self.tp.inbox
+        post, pre, inbox = self.post_norm, self.pre_norm, self.tp.inbox
         in_order = self.tp.keeps_order
         if inbox is not None and self.sums and not in_order and inbox.can_sum(x) and (post or pre):
             return self._through_inbox(inbox, x, residual)

@@ -113,7 +113,7 @@ class Decoder(CausalLM):
             x, residual = layer(x, residual, context)
             if number < len(deep):
                 assert context.images is not None
-                residual.index_add_(0, context.images.places, deep[number])
+                residual.index_add_(0, context.images.places, deep[number], alpha=1 / self.inputs.residual_scale)
         x = self.joint(x, residual)[0]
         return x if self.result_projection is None else self.result_projection.beside(context.adapters).product(x)
 

@@ -185,7 +185,7 @@ class Description:
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
-    residual_scale: factor of a branch's result, before the joint adds it
+    residual_scale: factor of each branch's result; instead, layers keep the residual stream divided by it
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention

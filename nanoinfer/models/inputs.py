@@ -22,7 +22,8 @@ from nanoinfer.weights.shards import Section
 class DecoderInputs(nn.Module):
     """Looks up embeddings, scales and projects them, adds positions and types, puts in images', and normalises.
 
-    Each rank has its part of them, which the first joint adds up, unless something before needs whole vectors.
+    The residual stream begins with them, divided by the factor of what layers add to it. Each rank has its part of
+    them, which the first joint adds up, unless something before needs whole vectors.
     """
 
     def __init__(self, model: Description, max_model_len: int, tp: TensorParallel) -> None:
@@ -43,6 +44,7 @@ class DecoderInputs(nn.Module):
         if model.embedding_norm is not None:
             kind = model.inner_norm or model.norm
             self.norm = NormLayer(model.embedding_norm, width, model.norm_eps, kind)
+        self.residual_scale = model.residual_scale
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
         """Return [tokens, hidden_size] of token ids, [tokens] int32; sets what layers get beside them."""
@@ -66,7 +68,7 @@ class DecoderInputs(nn.Module):
             x = normalize(self.tp.all_reduce(x), self.norm.norm)
         if self.projection is not None and self.projects_last:
             x = self.projection.beside(context.adapters).product(x)
-        return x
+        return x if self.residual_scale == 1 else x / self.residual_scale
 
     def _put_images(self, x: Tensor, images: ImageContext) -> None:
         """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""

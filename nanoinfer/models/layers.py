@@ -137,7 +137,8 @@ def _norm(
     if name is None:
         return None
     path = f"model.layers.{layer}.{name}"
-    return NormLayer(path, model.hidden_size, eps or model.norm_eps, model.norm, scale_name=scale_name)
+    eps = (eps or model.norm_eps) / model.residual_scale**2
+    return NormLayer(path, model.hidden_size, eps, model.norm, scale_name=scale_name)
 
 
 def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
@@ -147,34 +148,37 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         return
     names = model.names
     by_layer = model.layer_names or (names,) * model.num_layers
-    whole = model.is_parallel or any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
+    has_post = any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
+    whole = model.is_parallel or has_post
+    assert model.residual_scale == 1 or (not has_post and names.last_norm is not None)
     norm, post_eps = partial(_norm, model), model.post_norm_eps
     sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
     is_beside = model.experts is not None and model.experts.beside is not None
-    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None and model.embedding_norm is None
+    post, stream, sums = None, None, model.layer_inputs is None and model.embedding_norm is None
     for layer, names in enumerate(by_layer):
-        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
-        scale = model.residual_scale
+        yield Joint(post, norm(layer, names.attention_norm, stream), tp, whole, sums)
         if model.is_parallel or model.has_one_branch:
             sums = True
             continue
-        yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, scale, whole)
+        yield Joint(norm(layer, names.attention_post_norm, eps=post_eps), norm(layer, names.mlp_norm), tp, whole)
         post = norm(layer, names.mlp_post_norm, eps=post_eps)
         sums = not (is_beside and sparse[layer])
         if model.layer_inputs is not None:
-            yield Joint(post, None, tp, scale, whole, sums)
+            yield Joint(post, None, tp, whole, sums)
             post, sums = norm(layer, model.layer_inputs.post_norm), True
         stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
     last = None
     if names.last_norm is not None:
         kind = model.last_norm or model.norm
-        last = NormLayer(names.last_norm, model.hidden_size, model.norm_eps, kind, scale_name=stream)
-    yield Joint(post, last, tp, scale, whole, sums)
+        eps = model.norm_eps / model.residual_scale**2
+        last = NormLayer(names.last_norm, model.hidden_size, eps, kind, scale_name=stream)
+    yield Joint(post, last, tp, whole, sums)
 
 
 def _joints_behind(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     """Yield the joints of a model whose norms stand behind the sums."""
+    assert model.residual_scale == 1
     yield Joint(None, None, tp, sums=model.embedding_norm is None)
     for layer in range(model.num_layers):
         for name in (model.names.attention_norm, model.names.mlp_norm):
-            yield Joint(None, _norm(model, layer, name), tp, model.residual_scale, replaces=True)
+            yield Joint(None, _norm(model, layer, name), tp, replaces=True)

@@ -328,7 +328,9 @@ def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype
 
 def chunks() -> Chunks:
     """Return the chunks of eight sequences."""
-    return Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)))
+    return Chunks(
+        numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)), numbers(9)
+    )
 
 
 def convolve_and_norm() -> None:

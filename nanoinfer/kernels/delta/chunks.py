@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64  # tokens: a sequence is cut at multiples of this, from its beginning
+STRETCH = 32  # chunks that follow one another, which a program may have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,7 @@ class Chunks:
     seqs: [chunks], the sequence whose tokens a chunk holds; a sequence's chunks are neighbours, in order
     first_tokens: [chunks], the first of the chunk's tokens among the step's
     snapshots: [chunks], one more slot, that gets the states behind the chunk's last token; the chunk is whole then
+    stretches: [stretches], the first chunk of each; STRETCH of a sequence's chunks are one, and those left at its end
     """
 
     cu_lens: Tensor
@@ -37,24 +39,26 @@ class Chunks:
     seqs: Tensor
     first_tokens: Tensor
     snapshots: Tensor
+    stretches: Tensor
 
 
-def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], array[int], array[int]]:
-    """Cut sequences into chunks; returns Chunks.seqs, first_tokens and snapshots.
+def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], array[int], array[int], array[int]]:
+    """Cut sequences into chunks; returns Chunks.seqs, first_tokens, snapshots and stretches.
 
     spans: of each sequence: the first position, the end, and snapshots: position -> the slot that gets the states
         behind the tokens before it
     """
-    seqs, first_tokens, snapshots = array("i"), array("i"), array("i")
+    seqs, first_tokens, snapshots, stretches = array("i"), array("i"), array("i"), array("i")
     token = 0
     for seq, (start, end, slots) in enumerate(spans):
         assert start % CHUNK == 0 or not slots
+        stretches.extend(range(len(seqs), len(seqs) - (start - end) // CHUNK, STRETCH))
         for first in range(start, end, CHUNK):
             seqs.append(seq)
             first_tokens.append(token + first - start)
             snapshots.append(slots.get(first + CHUNK, -1))
         token += end - start
-    return seqs, first_tokens, snapshots
+    return seqs, first_tokens, snapshots, stretches
 
 
 @triton.jit

@@ -237,6 +237,15 @@ def activated(past, x, own):
 
 
 @triton.jit
+def settled(x):
+    """Return numbers as they are, [n], each computed once: threads that want one get it through shared memory.
+
+    Where numbers are fewer than threads, Triton lets each of these load and compute all that it wants.
+    """
+    return tl.gather(x, tl.arange(0, x.shape[0]), axis=0)
+
+
+@triton.jit
 def silu_or_same(x, SILU: tl.constexpr):
     """Return SiLU of float32 numbers, or the numbers."""
     if SILU:

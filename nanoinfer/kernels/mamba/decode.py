@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember
+from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
 from nanoinfer.kernels.delta.terms import decay_of
 from nanoinfer.kernels.launch import (
     cdiv,
@@ -19,7 +19,7 @@ from nanoinfer.kernels.launch import (
 )
 from nanoinfer.kernels.mamba.terms import split_channels, step_of, steps_of
 
-NUMBERS, FEW_NUMBERS = 4096, 2048  # of a matrix that a program has; where heads do not give each multiprocessor one
+INPUTS, FEW_INPUTS = 32, 16  # of a head that a program has; where heads do not give each multiprocessor one
 
 
 def mamba_rows(
@@ -102,8 +102,8 @@ def mamba_rows_triton(
     rows, (heads, dim, numbers) = len(xbc), matrices.shape[1:]
     out = torch.empty((rows, heads, dim), dtype=xbc.dtype, device=xbc.device)
     block_n = next_power_of_2(numbers)
-    most = FEW_NUMBERS if rows * heads < num_multiprocessors(xbc.device) else NUMBERS
-    block_d = max(1, min(most // block_n, next_power_of_2(dim)))
+    most = FEW_INPUTS if rows * heads < num_multiprocessors(xbc.device) else INPUTS
+    block_d = min(most, next_power_of_2(dim))
     _mamba_rows_kernel[(cdiv(dim, block_d), heads, rows)](
         xbc,
         dt,
@@ -192,7 +192,8 @@ def _mamba_rows_kernel(
     remember(inputs_ptr, slot, position, b_channel, b_input, is_mine, CHANNELS, WIDTH)
     remember(inputs_ptr, slot, position, c_channel, c_input, is_mine, CHANNELS, WIDTH)
 
-    x, b, c = activated(x_past, x_input, x_own), activated(b_past, b_input, b_own), activated(c_past, c_input, c_own)
+    x = settled(activated(x_past, x_input, x_own))
+    b, c = activated(b_past, b_input, b_own), activated(c_past, c_input, c_own)
     step, log_decay = step_of(dt, log_decay, dt_bias, least, most)
     decay = decay_of(log_decay)
     # What the new state answers is what the old one does and the token's part: so no sum waits for another.

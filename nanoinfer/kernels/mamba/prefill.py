@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, chunks_before
-from nanoinfer.kernels.delta.terms import decay_of
-from nanoinfer.kernels.launch import cdiv, next_power_of_2
-from nanoinfer.kernels.mamba.terms import split_channels, step_of, steps_of
+from nanoinfer.kernels.delta.chunks import CHUNK, STRETCH, Chunks
+from nanoinfer.kernels.launch import cdiv, next_power_of_2, shared_memory
+from nanoinfer.kernels.mamba.chunks import look_within_kernel, sum_stretch_kernel, walk_stretch_kernel
+from nanoinfer.kernels.mamba.terms import split_channels, steps_of
 
-INPUTS_AT_ONCE = 64  # of a head that a program has
+HEADS_AT_ONCE = 16  # whose steps a program of the first launch has together
+FEW_NUMBERS = 128  # of a state for each input, up to which four warps hold those of INPUTS
+INPUTS = 64  # of a head that a program has
 
 
 def mamba_chunks(
@@ -83,109 +85,90 @@ def mamba_chunks_triton(
     groups: int,
     limits: tuple[float, float],
 ) -> Tensor:
-    """mamba_chunks as one launch: a program has a sequence, and some inputs of a head, and goes from chunk to chunk."""
+    """mamba_chunks as two launches, or three where a sequence has several stretches.
+
+    The first one's programs have a chunk and a group each: what does not depend on the state. Those of the last have a
+    stretch, and some inputs of a head, and go from chunk to chunk. The state before a stretch is made of what the
+    launch between them sums up of the stretches before it.
+    """
     heads, dim, numbers = matrices.shape[1:]
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
+    squares = torch.empty((len(chunks.seqs), groups, CHUNK, CHUNK), dtype=xbc.dtype, device=xbc.device)
+    factors = torch.empty((len(chunks.seqs), heads, 2, CHUNK), dtype=torch.float32, device=xbc.device)
     block_n = max(16, next_power_of_2(numbers))
-    block_d = max(16, min(INPUTS_AT_ONCE if block_n <= 128 and xbc.itemsize == 2 else 32, next_power_of_2(dim)))
-    _mamba_chunks_kernel[(cdiv(dim, block_d), heads, len(chunks.starts))](
+    tile = _tile(block_n, dim, xbc)
+    shape = {
+        "GROUPS": groups,
+        "HEADS": heads,
+        "DIM": dim,
+        "NUMBERS": numbers,
+        "TOKENS": CHUNK,
+        "BLOCK_N": block_n,
+    }
+    where = chunks.cu_lens, chunks.seqs, chunks.first_tokens
+    look_within_kernel[(len(chunks.seqs), groups)](
         xbc,
         dt,
         log_decay,
         dt_bias,
-        skips,
-        matrices,
-        chunks.cu_lens,
-        chunks.initial,
-        chunks.final,
-        chunks.seqs,
-        chunks.snapshots,
-        out,
-        len(chunks.seqs),
+        *where,
+        squares,
+        factors,
         xbc.stride(0),
         dt.stride(0),
         *limits,
-        GROUPS=groups,
-        HEADS=heads,
-        DIM=dim,
-        NUMBERS=numbers,
-        TOKENS=CHUNK,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=16 if xbc.itemsize == 4 else 8,
-        num_stages=1 if xbc.itemsize == 4 else 2,
+        **shape,
+        BLOCK_H=HEADS_AT_ONCE,
+        num_warps=16 if xbc.itemsize == 4 else 4,
+        enable_fp_fusion=True,
+    )
+    grid = cdiv(dim, tile.inputs), heads, len(chunks.stretches)
+    shape |= {"CHUNKS": STRETCH, "BLOCK_D": tile.inputs, "num_warps": tile.warps, "num_stages": tile.stages}
+    sums, is_divided = factors, len(chunks.stretches) > len(chunks.starts)
+    if is_divided:
+        sums = torch.empty((len(chunks.stretches), heads, dim, numbers), dtype=torch.float32, device=xbc.device)
+        what = xbc, factors, matrices, sums, *where, chunks.stretches, chunks.initial, xbc.stride(0)
+        sum_stretch_kernel[grid](*what, **shape, enable_fp_fusion=True)
+    walk_stretch_kernel[grid](
+        xbc,
+        squares,
+        factors,
+        skips,
+        sums,
+        matrices,
+        *where,
+        chunks.stretches,
+        chunks.initial,
+        chunks.final,
+        chunks.snapshots,
+        out,
+        xbc.stride(0),
+        DIVIDED=is_divided,
+        **shape,
         enable_fp_fusion=True,
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_chunks", "least", "most"])
-def _mamba_chunks_kernel(
-    xbc_ptr,
-    dt_ptr,
-    log_decay_ptr,
-    dt_bias_ptr,
-    skips_ptr,
-    matrices_ptr,
-    cu_lens_ptr,
-    initial_ptr,
-    final_ptr,
-    seqs_ptr,
-    snapshots_ptr,
-    out_ptr,
-    num_chunks,
-    xbc_stride,
-    dt_stride,
-    least,
-    most,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(cu_lens_ptr + seq).to(tl.int64), tl.load(cu_lens_ptr + seq + 1).to(tl.int64)
-    t, n, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
-    has_n, has_d = n < NUMBERS, d < DIM
-    matrix = (head * DIM + d[None, :]) * NUMBERS + n[:, None]  # the state is transposed here: [numbers, inputs]
-    matrix_mask = has_n[:, None] & has_d
-    MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
-    initial = tl.load(initial_ptr + seq).to(tl.int64)
-    known = (n < tl.where(initial >= 0, NUMBERS, 0))[:, None] & has_d
-    state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-    log_decay, dt_bias, skip = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head), tl.load(skips_ptr + head)
-    x_places = t[:, None] * xbc_stride + head * DIM + d
-    b_places = t[:, None] * xbc_stride + HEADS * DIM + head // (HEADS // GROUPS) * NUMBERS + n
-    first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
+class _Tile(NamedTuple):
+    """How programs divide a head.
 
-    for i in range(tl.cdiv(end - begin, TOKENS)):
-        first = begin + i * TOKENS
-        is_token = t < end - first
-        tokens_ptr, mask = xbc_ptr + first * xbc_stride, is_token[:, None] & has_n
-        dt = tl.load(dt_ptr + (first + t) * dt_stride + head, mask=is_token, other=0.0)
-        x = tl.load(tokens_ptr + x_places, mask=is_token[:, None] & has_d, other=0.0)
-        b = tl.load(tokens_ptr + b_places, mask=mask, other=0.0)
-        c = tl.load(tokens_ptr + GROUPS * NUMBERS + b_places, mask=mask, other=0.0)
-        snapshot = tl.load(snapshots_ptr + first_chunk + i).to(tl.int64)
-        step, decay = step_of(dt, log_decay, dt_bias, least, most)
-        total = tl.cumsum(tl.where(is_token, decay, 0.0), axis=0)
-        last = tl.sum(tl.where(t == TOKENS - 1, total, 0.0), axis=0)  # a sum in another order would not be the same
-        between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf")))
-        scores = tl.dot(c, tl.trans(b), input_precision="ieee") * between * step
-        out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
-        out = tl.dot(scores.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-        taken = (x.to(tl.float32) * (step * tl.exp(last - total))[:, None]).to(x.dtype)
-        state = tl.dot(tl.trans(b), taken, state * decay_of(last), input_precision="ieee")
+    inputs: of a program; warps: its; stages: chunks in shared memory, one to compute with, others on their way
+    """
 
-        out_ptrs = out_ptr + ((first + t[:, None]) * HEADS + head) * DIM + d
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & has_d)
-        if snapshot >= 0:
-            snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
-            tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    final = tl.load(final_ptr + seq).to(tl.int64)
-    if final >= 0:
-        final_ptrs = matrices_ptr + final * MATRICES + matrix
-        tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+    inputs: int
+    warps: int
+    stages: int
+
+
+def _tile(numbers: int, dim: int, xbc: Tensor) -> _Tile:
+    """Return the tile of a state with so many numbers for each of `dim` inputs; products in float32 need many warps."""
+    inputs = max(16, min(INPUTS, next_power_of_2(dim)))
+    if xbc.itemsize == 4:
+        return _Tile(16, 8, 1)
+    if numbers > FEW_NUMBERS:
+        inputs = INPUTS  # for an H100, Triton 3.6 compiles fewer wrongly: they leave the shared memory
+    chunk = CHUNK * (2 * numbers + CHUNK + inputs) * xbc.itemsize
+    state = (numbers + CHUNK) * inputs * xbc.itemsize
+    stages = max(1, min(2, (shared_memory(xbc.device) - state) // chunk))
+    return _Tile(inputs, 4 if numbers <= FEW_NUMBERS else 8, stages)

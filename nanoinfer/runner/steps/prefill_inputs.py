@@ -84,7 +84,7 @@ class PrefillInputs:
             self.join_tables.append(join_tables.view(-1, width))
         state_context = None
         if states is not None:
-            begins, initial, final, *cuts = islice(on_device, 6)
+            begins, initial, final, *cuts = islice(on_device, 7)
             state_context = StateContext(states.layers, final, Chunks(cu_queries, begins, initial, final, *cuts))
         divided = None
         if division is not None:

@@ -1,0 +1,210 @@
+"""The kernels that compute Mamba2 in chunks: of a chunk alone, of a stretch's end, and from chunk to chunk."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanoinfer.kernels.delta.terms import decay_of
+from nanoinfer.kernels.mamba.terms import step_of
+
+
+@triton.jit(do_not_specialize=["least", "most"])
+def look_within_kernel(
+    xbc_ptr,
+    dt_ptr,
+    log_decay_ptr,
+    dt_bias_ptr,
+    cu_lens_ptr,
+    seqs_ptr,
+    first_tokens_ptr,
+    squares_ptr,
+    factors_ptr,
+    xbc_stride,
+    dt_stride,
+    least,
+    most,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Write of a chunk and a group: C B^T of all pairs of tokens; of each head, the decays up to a token, and its step.
+
+    The decays are logarithms, summed from the chunk's beginning.
+    """
+    chunk, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    TOGETHER: tl.constexpr = HEADS // GROUPS
+    t, n = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N)
+    first = tl.load(first_tokens_ptr + chunk).to(tl.int64)
+    is_token = t < tl.load(cu_lens_ptr + tl.load(seqs_ptr + chunk) + 1) - first
+    places = xbc_ptr + (first + t[:, None]) * xbc_stride + HEADS * DIM + group * NUMBERS + n
+    mask = is_token[:, None] & (n < NUMBERS)
+    b = tl.load(places, mask=mask, other=0.0)
+    c = tl.load(places + GROUPS * NUMBERS, mask=mask, other=0.0)
+    square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
+    tl.store(squares_ptr + square, tl.dot(c, tl.trans(b), input_precision="ieee").to(c.dtype))
+    for start in range(0, TOGETHER, BLOCK_H):
+        h = start + tl.arange(0, BLOCK_H)
+        has_h, head = h < TOGETHER, group * TOGETHER + h
+        log_decay = tl.load(log_decay_ptr + head, mask=has_h, other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + head, mask=has_h, other=0.0)
+        dt_ptrs = dt_ptr + (first + t[:, None]) * dt_stride + head
+        dt = tl.load(dt_ptrs, mask=is_token[:, None] & has_h, other=0.0)
+        step, decay = step_of(dt, log_decay, dt_bias, least, most)
+        total = tl.cumsum(tl.where(is_token[:, None], decay, 0.0), axis=0)
+        rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS + t[:, None]
+        tl.store(rows, total, mask=has_h[None, :])
+        tl.store(rows + TOKENS, step, mask=has_h[None, :])
+
+
+@triton.jit
+def sum_stretch_kernel(
+    xbc_ptr,
+    factors_ptr,
+    matrices_ptr,
+    sums_ptr,
+    cu_lens_ptr,
+    seqs_ptr,
+    first_tokens_ptr,
+    stretches_ptr,
+    initial_ptr,
+    xbc_stride,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Write what a stretch adds to the state before the next one, and for a sequence's first stretch its initial state.
+
+    So no program of the walk reads a slot that another one writes.
+    """
+    part, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunk = tl.load(stretches_ptr + stretch).to(tl.int64)
+    seq, first = tl.load(seqs_ptr + chunk), tl.load(first_tokens_ptr + chunk).to(tl.int64)
+    t, n, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
+    has_n, has_d = n < NUMBERS, d < DIM
+    matrix, mask = (head * DIM + d[None, :]) * NUMBERS + n[:, None], has_n[:, None] & has_d
+    MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
+    if first == tl.load(cu_lens_ptr + seq):
+        initial = tl.load(initial_ptr + seq).to(tl.int64)
+        known = (n < tl.where(initial >= 0, NUMBERS, 0))[:, None] & has_d
+        state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0)
+        tl.store(sums_ptr + stretch * MATRICES + matrix, state.to(tl.float32), mask=mask)
+    if first + CHUNKS * TOKENS < tl.load(cu_lens_ptr + seq + 1):
+        x_places = t[:, None] * xbc_stride + head * DIM + d
+        b_places = t[:, None] * xbc_stride + HEADS * DIM + head // (HEADS // GROUPS) * NUMBERS + n
+        state = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for i in range(CHUNKS):
+            tokens_ptr = xbc_ptr + (first + i * TOKENS) * xbc_stride
+            rows = factors_ptr + ((chunk + i) * HEADS + head) * 2 * TOKENS
+            x = tl.load(tokens_ptr + x_places, mask=has_d[None, :], other=0.0)
+            b = tl.load(tokens_ptr + b_places, mask=has_n[None, :], other=0.0)
+            state = _take_in(state, x, b, rows, t, TOKENS)
+        tl.store(sums_ptr + (stretch + 1) * MATRICES + matrix, state, mask=mask)
+
+
+@triton.jit
+def _take_in(state, x, b, rows, t, TOKENS: tl.constexpr):
+    """Return the state, [numbers, inputs], behind a chunk's tokens; rows: the factors of a chunk's head."""
+    total, step, last = tl.load(rows + t), tl.load(rows + TOKENS + t), tl.load(rows + TOKENS - 1)
+    taken = (x.to(tl.float32) * (step * tl.exp(last - total))[:, None]).to(x.dtype)
+    return tl.dot(tl.trans(b), taken, state * decay_of(last), input_precision="ieee")
+
+
+@triton.jit
+def walk_stretch_kernel(
+    xbc_ptr,
+    squares_ptr,
+    factors_ptr,
+    skips_ptr,
+    sums_ptr,
+    matrices_ptr,
+    cu_lens_ptr,
+    seqs_ptr,
+    first_tokens_ptr,
+    stretches_ptr,
+    initial_ptr,
+    final_ptr,
+    snapshots_ptr,
+    out_ptr,
+    xbc_stride,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DIVIDED: tl.constexpr,
+):
+    """Write the results of a stretch's tokens, and the states behind it; DIVIDED: stretches may come before it."""
+    part, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_chunk = tl.load(stretches_ptr + stretch).to(tl.int64)
+    seq = tl.load(seqs_ptr + first_chunk)
+    begin, end = tl.load(first_tokens_ptr + first_chunk).to(tl.int64), tl.load(cu_lens_ptr + seq + 1).to(tl.int64)
+    t, n, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
+    has_n, has_d = n < NUMBERS, d < DIM
+    matrix = (head * DIM + d[None, :]) * NUMBERS + n[:, None]  # the state is transposed here: [numbers, inputs]
+    matrix_mask = has_n[:, None] & has_d
+    MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
+    if DIVIDED:
+        before = ((begin - tl.load(cu_lens_ptr + seq)) // (TOKENS * CHUNKS)).to(tl.int32)
+        sum_ptrs = sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix
+        state = tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
+        for i in range(before):
+            rows = factors_ptr + ((first_chunk - (before - i) * CHUNKS) * HEADS + head) * 2 * TOKENS
+            sum_ptrs += MATRICES
+            state *= _decay_of_stretch(rows, HEADS, TOKENS, CHUNKS)
+            state += tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
+    else:
+        initial = tl.load(initial_ptr + seq).to(tl.int64)
+        known = (n < tl.where(initial >= 0, NUMBERS, 0))[:, None] & has_d
+        state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+    group = head // (HEADS // GROUPS)
+    skip = tl.load(skips_ptr + head).to(tl.float32)
+    x_places = t[:, None] * xbc_stride + head * DIM + d
+    b_places = t[:, None] * xbc_stride + HEADS * DIM + group * NUMBERS + n
+    out_places = (t[:, None] * HEADS + head) * DIM + d
+
+    for i in range(tl.minimum(tl.cdiv(end - begin, TOKENS), CHUNKS)):
+        first, chunk = begin + i * TOKENS, first_chunk + i
+        is_token = (t < end - first)[:, None]
+        tokens_ptr = xbc_ptr + first * xbc_stride
+        rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
+        square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
+        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
+        total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
+        scores = tl.load(squares_ptr + square)
+        x = tl.load(tokens_ptr + x_places, mask=is_token & has_d, other=0.0)
+        c = tl.load(tokens_ptr + GROUPS * NUMBERS + b_places, mask=is_token & has_n, other=0.0)
+        b = tl.load(tokens_ptr + b_places, mask=is_token & has_n, other=0.0)
+        between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
+        out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+        out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+        state = _take_in(state, x, b, rows, t, TOKENS)
+
+        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_d)
+        if snapshot >= 0:
+            snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
+            tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+    final = tl.load(final_ptr + seq).to(tl.int64)
+    if (final >= 0) & (begin + CHUNKS * TOKENS >= end):
+        final_ptrs = matrices_ptr + final * MATRICES + matrix
+        tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+
+
+@triton.jit
+def _decay_of_stretch(rows, HEADS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return what a head's state keeps over a stretch; rows: the factors of its first chunk's head."""
+    lasts = tl.load(rows + tl.arange(0, CHUNKS) * (HEADS * 2 * TOKENS) + TOKENS - 1)
+    return decay_of(tl.sum(lasts, axis=0))
