@@ -89,7 +89,7 @@ class AdaptedExperts(ExpertMap):
             return self.inner
         return partial(self.inner, adapters=ExpertAdapters(self._gate_up, self._down, adapters))
 
-    def fix_order(self, used: int, activation: Activation) -> None:
+    def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order, as Experts.fix_order does."""
         self.inner.fix_order(used, activation)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.route import Routes, Routing, route
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation, rows_per_output, split_activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
@@ -19,7 +19,8 @@ from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import ExpertMap
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
-from nanoinfer.weights.shards import Fill, Shard, table_of
+from nanoinfer.weights.formats.matrix import LinearMap
+from nanoinfer.weights.shards import Fill, Section, Shard, table_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class SharedExpert(nn.Module):
         modules: tuple[str, ...],
         hidden_size: int,
         size: int,
-        activation: Activation,
+        activation: AnyActivation,
         tp: TensorParallel,
         bias: bool = False,
         formats: Formats = PLAIN_FORMATS,
@@ -134,21 +135,23 @@ class SharedExpert(nn.Module):
     ) -> None:
         """modules: the expert's module, and others that a checkpoint may name instead; projections: those in it
 
+        activation: Ungated: the expert has no gates
         bias, formats: as for linear layers; unit: so many neighbours of the size stay on one rank
         """
         super().__init__()
         self.module_names = modules
         *above, down = (f"{modules[0]}.{name}" for name in projections)
-        gate_up = side_by_side(tuple(above), (size // unit, size // unit), unit)
+        gate_up = side_by_side(tuple(above), (size // unit,) * rows_per_output(activation), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, bias, formats)
         self.activation = activation
         self.down_proj = RowParallelLinear(down, size, hidden_size, tp, bias, formats, unit)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Return this rank's part of the result, or all of it if ranks split outputs: [tokens, hidden_size]."""
-        later = self.down_proj.can_apply_activation(len(x), adapters)
+        gates, _ = split_activation(self.activation)
+        later = gates is not None and self.down_proj.can_apply_activation(len(x), adapters)
         gated = self.gate_up_proj.project(x, None if later else self.activation, adapters)
-        return self.down_proj.project(gated, self.activation if later else None, adapters)
+        return self.down_proj.project(gated, gates if later else None, adapters)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the projections' shards once more for each of the other modules: the matrices yield the first's."""
@@ -183,6 +186,31 @@ class GatedSharedExpert(nn.Module):
         yield from _under_names([f"{module}_gate.weight" for module in self.expert.module_names], self.gate)
 
 
+class ExpertLatents(nn.Module):
+    """What projects the input of routed experts to fewer numbers, and their sum back (Nemotron 3, NVIDIA, 2025).
+
+    Every rank holds all of both matrices. As the second is linear, the ranks' parts of its results add up, too.
+    """
+
+    def __init__(
+        self, names: tuple[str, str], hidden_size: int, size: int, tp: TensorParallel, bias: bool, formats: Formats
+    ) -> None:
+        """names: of the two projections; size: of a latent; bias, formats: as for linear layers"""
+        super().__init__()
+        above, below = names
+        self.above: LinearMap = formats.make_matrix([Section(above, size, (size, hidden_size), 0)], hidden_size, bias)
+        self.below: LinearMap = formats.make_matrix([Section(below, hidden_size, (hidden_size, size), 0)], size, bias)
+        self._adds_bias = tp.rank == 0 or tp.splits_outputs
+
+    def enter(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Project [tokens, hidden_size] to [tokens, size]."""
+        return self.above.beside(adapters).product(x)
+
+    def leave(self, latents: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Project this rank's part of the experts' sum, [tokens, size], to its part of the result."""
+        return self.below.beside(adapters).product(latents, with_bias=self._adds_bias)
+
+
 class MixtureOfExperts(nn.Module):
     """In place of an MLP: a router, the experts, and for some models a shared expert.
 
@@ -197,10 +225,12 @@ class MixtureOfExperts(nn.Module):
         router: Router,
         experts: ExpertMap,
         shared: SharedExpert | GatedSharedExpert | None,
-        activation: Activation,
+        activation: AnyActivation,
+        latents: ExpertLatents | None = None,
     ) -> None:
+        """latents: what stands around the experts, but not around the shared one; None: nothing"""
         super().__init__()
-        self.router, self.experts, self.shared = router, experts, shared
+        self.router, self.experts, self.shared, self.latents = router, experts, shared, latents
         self.activation = activation
 
     def fix_order(self, sizes: list[int]) -> None:
@@ -223,8 +253,10 @@ class MixtureOfExperts(nn.Module):
         """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
             self.taken[: len(x)] = routes.experts
-        may_split = self.shared is None and tp.size == 1
-        out = self.experts.beside(adapters)(x, routes, self.activation, may_split)
+        may_split = self.shared is None and self.latents is None and tp.size == 1
+        inputs = x if self.latents is None else self.latents.enter(x, adapters)
+        out = self.experts.beside(adapters)(inputs, routes, self.activation, may_split)
+        out = out if self.latents is None else self.latents.leave(out, adapters)
         return out if self.shared is None else out + self.shared(x, adapters)
 
     def keep_taken(self, most: int) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.experts.route import Routing
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation, ClampedSwiGLU, Ungated
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.head_norm import HeadNorms
@@ -69,9 +69,10 @@ class ModuleNames:
     shared_experts: the module of the shared expert, by each name; shared_projections: in it, as gate_up and down are
     sinks: the learned scores of Description.sinks in attention's module, by each name
     expert: the module of an expert; "{}" stands for its number
-    expert_gate, expert_up, expert_down: an expert's projections
-    expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
+    expert_gate, expert_up, expert_down: an expert's projections; without gates, the last two alone are there
+    expert_stacks: tensors that may hold those of all experts instead: gates above ups, or ups alone, and downs
     paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
+    expert_latents: the projections of MoEConfig.latent_size: to it, and back
     flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
     """
 
@@ -102,6 +103,7 @@ class ModuleNames:
     expert_down: str = "down_proj"
     expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     paired_experts: bool = False
+    expert_latents: tuple[str, str] = ("", "")
     flat_experts: tuple[str, ...] = ()
 
 
@@ -112,6 +114,7 @@ class MoEConfig:
     layers: for each layer, whether it has experts
     count: how many experts such a layer has
     size: an expert's intermediate size
+    latent_size: the numbers that the routed experts take, of which a projection makes them, and give; None: hidden_size
     routing: how a token chooses some of them, and weighs their results
     corrected: a learned correction is added to the scores, for the choice alone
     float32_router: logits are computed in float32, whatever the model's dtype
@@ -130,6 +133,7 @@ class MoEConfig:
     shared_size: int | None = None
     shared_gate: bool = False
     biases: bool = False
+    latent_size: int | None = None
     beside: BesideMLP | None = None
 
     @property
@@ -181,7 +185,7 @@ class Description:
     qkv_limit: queries, keys and values are clamped to this, and to its negative; None: they are not
     value_norm: each head of the values is normalised, too, without weights
     activation: the function of the MLP's gate, see kernels.linear.activation
-    is_gated: the MLP has gates; without them it is down(activation(up(x)))
+    is_gated: MLPs and experts have gates; without them they are down(activation(up(x)))
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
@@ -307,6 +311,14 @@ class Description:
         return [0 if is_replaced else size for size, is_replaced in zip(sizes, replaced, strict=True)]
 
     @property
+    def mlp_activation(self) -> AnyActivation:
+        """The activation of MLPs and experts, which says whether they have gates."""
+        if self.is_gated:
+            return self.activation
+        assert not isinstance(self.activation, ClampedSwiGLU)
+        return Ungated(self.activation)
+
+    @property
     def attention_windows(self) -> list[int | None]:
         """The windows of the layers that attend."""
         return [window for window, mixer in zip(self.windows, self.mixers, strict=True) if mixer is None]
@@ -347,7 +359,7 @@ class Description:
     def expert_format(self, layer: int) -> Format:
         """Return the format of the experts of a layer that has some."""
         expert = self.names.expert.format(0)
-        return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_gate}")
+        return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_up}")
 
     @property
     def head_inputs(self) -> int:

@@ -8,8 +8,14 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.linear.activation import ClampedSwiGLU, Ungated
-from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
+from nanoinfer.layers.experts import (
+    ExpertLatents,
+    GatedSharedExpert,
+    MixtureOfExperts,
+    Router,
+    RouterTensors,
+    SharedExpert,
+)
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint
@@ -55,8 +61,7 @@ class UngatedMLP(nn.Module):
         unit = _unit_of(size, model, tp)
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
-        assert not isinstance(model.activation, ClampedSwiGLU)
-        self.activation = Ungated(model.activation) if names.xielu is None else None
+        self.activation = model.mlp_activation if names.xielu is None else None
         self.xielu = None if names.xielu is None else XIELU(prefix + names.xielu)
         how = tp, model.mlp_bias, model.formats, unit
         self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
@@ -76,10 +81,11 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
         return MLP(model, layer, tp) if model.is_gated else UngatedMLP(model, layer, tp)
     names, prefix = model.names, f"model.layers.{layer}."
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
-    sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, share.start, len(share))
+    width = experts.latent_size or model.hidden_size
+    sizes = ExpertSizes(experts.count, width, experts.size, share.start, len(share))
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
     flat = tuple(prefix + name for name in names.flat_experts)
-    projections = names.expert_gate, names.expert_up, names.expert_down
+    projections = names.expert_gate if model.is_gated else None, names.expert_up, names.expert_down
     tensors = ExpertTensors(prefix + names.expert, *projections, stacks, names.paired_experts, flat)
     router = RouterTensors(
         tuple(prefix + name for name in names.routers),
@@ -88,12 +94,13 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
         tuple(prefix + name for name in names.expert_factors),
         experts.float32_router,
     )
-    outputs = _output_share(model, tp) if tp.splits_outputs else None
+    outputs = _output_share(width, tp) if tp.splits_outputs else None
     made = MixtureOfExperts(
         Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
         model.formats.make_experts(tensors, sizes, outputs, experts.biases),
         None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
-        model.activation,
+        model.mlp_activation,
+        None if experts.latent_size is None else _make_latents(model, prefix, experts.latent_size, tp),
     )
     if experts.beside is None:
         return made
@@ -106,12 +113,17 @@ def _make_shared(
     modules = tuple(prefix + name for name in model.names.shared_experts)
     unit = _unit_of(size, model, tp)
     how = tp, model.mlp_bias, model.formats, unit, model.names.shared_projections
-    shared = SharedExpert(modules, model.hidden_size, size, model.activation, *how)
+    shared = SharedExpert(modules, model.hidden_size, size, model.mlp_activation, *how)
     return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 
-def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
-    return OutputShare(share_of(model.hidden_size, tp.rank, tp.size), partial(gather, tp=tp))
+def _make_latents(model: Description, prefix: str, size: int, tp: TensorParallel) -> ExpertLatents:
+    above, below = model.names.expert_latents
+    return ExpertLatents((prefix + above, prefix + below), model.hidden_size, size, tp, model.mlp_bias, model.formats)
+
+
+def _output_share(width: int, tp: TensorParallel) -> OutputShare:
+    return OutputShare(share_of(width, tp.rank, tp.size), partial(gather, tp=tp))
 
 
 def _unit_of(size: int, model: Description, tp: TensorParallel) -> int:

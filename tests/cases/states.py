@@ -35,6 +35,15 @@ NEMOTRON = {
     "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
     "num_hidden_layers": None,
 }
+NEMOTRON_3 = {
+    **NEMOTRON,
+    "layer_types": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 
 CASES = {
     "bamba": Case("BambaForCausalLM", "bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
@@ -63,6 +72,22 @@ CASES = {
             "use_conv_bias": False,
         },
     ),
+    "nemotronh latents of experts in groups, biases": Case(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            **NEMOTRON_3,
+            "layer_types": ["moe", "full_attention", "linear_attention", "moe"],
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_latent_size": 20,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotronh experts": Case("NemotronHForCausalLM", "nemotron_h", NEMOTRON_3),
     "granitemoehybrid": Case(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation, rows_per_output
 from nanoinfer.kernels.linear.in_order.order import WeightShape
 
 # An output of ordinary numbers shows another order only once in some thousand times, so many are compared.
@@ -19,7 +19,12 @@ AT_ONCE = (8, 24, 96)  # of them, if each takes all experts: they fill tiles of 
 
 @cache
 def check_order(
-    gate_up: WeightShape, down: WeightShape, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
+    gate_up: WeightShape,
+    down: WeightShape,
+    used: int,
+    activation: AnyActivation,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Raise ValueError if the kernel gives a token other bits among other numbers of tokens.
 
@@ -31,7 +36,7 @@ def check_order(
     x = torch.randn(TOKENS, gate_up.inputs, generator=generator, device=device, dtype=dtype)
     shares = torch.rand(TOKENS, used, generator=generator, device=device)
     experts = shares.argsort(dim=1).int()
-    ranks = down.inputs // (gate_up.rows // 2)
+    ranks = down.inputs // (gate_up.rows // rows_per_output(activation))
 
     def gather(own: Tensor) -> Tensor:  # stands in for that of several ranks
         return own.repeat(1, ranks)

@@ -23,7 +23,7 @@ from nanoinfer.kernels.launch import (
     num_multiprocessors,
     wait_for_predecessor,
 )
-from nanoinfer.kernels.linear.activation import Activation, gated_row
+from nanoinfer.kernels.linear.activation import AnyActivation, activate_block, gated_row, split_activation
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import store_dots
 from nanoinfer.kernels.linear.plain import load_bias
@@ -37,7 +37,7 @@ def one_group_row_expert_mlps(
     routes: Routes,
     gate_up: GroupWeight,
     down: GroupWeight,
-    activation: Activation,
+    activation: AnyActivation,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
@@ -50,11 +50,12 @@ def one_group_row_expert_mlps(
 
 
 def _launch(
-    x: Tensor, routes: Routes, weight: GroupWeight, bias: Tensor | None, out: Tensor, activation: Activation | None
+    x: Tensor, routes: Routes, weight: GroupWeight, bias: Tensor | None, out: Tensor, activation: AnyActivation | None
 ) -> None:
-    """Multiply x with each expert's gates and ups; or with an activation of None, add up what the experts' downs make.
+    """Multiply x with each expert's gates and ups, or ups alone; or add up what the experts' downs make.
 
     x, out: [1, inputs] and [used, outputs], or the other way around
+    activation: None: the weight is that of downs
     """
     assert can_multiply_groups(weight)
     assert all(part is None or part.is_contiguous() for part in (x, *weight[:4]))
@@ -63,6 +64,7 @@ def _launch(
     (_, weight_rows, size), bits, quads = shape_of(weight), BITS[weight.numbers], weight.words.shape[2] // 4
     block_k, rest = cut(used * quads * 128 // bits)
     block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * bits // 8, weight.group)
+    gates, after = split_activation(activation)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     _expert_row_kernel[(min(cdiv(weight_rows, block_n), programs), count)](
         x,
@@ -78,7 +80,8 @@ def _launch(
         quads,
         USED=used,
         BLOCK_USED=next_power_of_2(used),
-        ACTIVATION=activation,
+        ACTIVATION=gates,
+        AFTER=after,
         NUMBERS=weight.numbers,
         GROUP=weight.group,
         NATIVE=x.is_cuda and x.itemsize == 2,
@@ -122,6 +125,7 @@ def _expert_row_kernel(
     USED: tl.constexpr,
     BLOCK_USED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    AFTER: tl.constexpr,
     NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -131,14 +135,15 @@ def _expert_row_kernel(
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
+    FIRST: tl.constexpr = GATED or AFTER is not None  # of the two products
     PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8
     HALVES: tl.constexpr = GROUP == 2 * PER_WORD
     UNIT: tl.constexpr = GROUP if HALVES else 4 * PER_WORD  # inputs that share a scale
     program, programs = tl.program_id(0), tl.num_programs(0)
-    if GATED:  # the predecessor has chosen the experts
+    if FIRST:  # the predecessor has chosen the experts
         wait_for_predecessor(EARLY)
         experts_ptr += tl.program_id(1)
-        out_ptr += tl.program_id(1) * (weight_rows // 2)
+        out_ptr += tl.program_id(1) * (weight_rows // 2 if GATED else weight_rows)
     row_words, groups = quads * 4, size // GROUP
     ZEROS: tl.constexpr = zeros_ptr is not None
     word_ptrs, has_word = _words_of(words_ptr, experts_ptr, row_words, weight_rows, 0, BLOCK_K // PER_WORD, USED)
@@ -161,13 +166,13 @@ def _expert_row_kernel(
         rest_scales = _load_rows(scales_ptr + rest_place, program, has_rest_unit, groups, weight_rows, BLOCK_N, GATED)
         if ZEROS:
             rest_zeros = _load_rows(zeros_ptr + rest_place, program, has_rest_unit, groups, weight_rows, BLOCK_N, GATED)
-    if not GATED:
+    if not FIRST:
         wait_for_predecessor(EARLY)
 
-    x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, 0, BLOCK_K, USED, not GATED)
+    x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, 0, BLOCK_K, USED, not FIRST)
     largest = tl.max(tl.abs(x), axis=0)
     if REST > 0:
-        rest_x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, BLOCK_K, REST, USED, not GATED)
+        rest_x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, BLOCK_K, REST, USED, not FIRST)
         largest = tl.maximum(largest, tl.max(tl.abs(rest_x), axis=0))
         rest_places, rest_sums = prepare_places(rest_x, largest, REST, UNIT, NUMBERS, ZEROS, NATIVE)
     places, sums = prepare_places(x, largest, BLOCK_K, UNIT, NUMBERS, ZEROS, NATIVE)
@@ -175,7 +180,7 @@ def _expert_row_kernel(
         next_tile = start // BLOCK_N + programs
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
-        wide = _with_factors(scales, factors_ptr, first_row, this_tile, has_unit, weight_rows, BLOCK_N, GATED)
+        wide = _with_factors(scales, factors_ptr, first_row, this_tile, has_unit, weight_rows, BLOCK_N, FIRST)
         dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE)
         scales = _load_rows(scales_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
         if ZEROS:
@@ -184,7 +189,7 @@ def _expert_row_kernel(
         if REST > 0:
             following = _load_rows(rest_ptrs, next_tile, has_rest, row_words, weight_rows, BLOCK_N, GATED)
             wide = _with_factors(
-                rest_scales, factors_ptr, rest_row, this_tile, has_rest_unit, weight_rows, BLOCK_N, GATED
+                rest_scales, factors_ptr, rest_row, this_tile, has_rest_unit, weight_rows, BLOCK_N, FIRST
             )
             dots += multiply_words(rest, rest_places, rest_sums, wide, rest_zeros, NUMBERS, HALVES, NATIVE)
             rest_scales = _load_rows(
@@ -196,16 +201,18 @@ def _expert_row_kernel(
                 )
             rest = following
         dots *= size_of_places(largest, NUMBERS, NATIVE)
-        if GATED:
+        if FIRST:
             own = load_complete(experts_ptr) * weight_rows
             if factors_ptr is not None:
-                dots *= load_bias(factors_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+                dots *= load_bias(factors_ptr + own, this_tile, weight_rows, BLOCK_N, GATED)
             if bias_ptr is not None:
-                dots += load_bias(bias_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+                dots += load_bias(bias_ptr + own, this_tile, weight_rows, BLOCK_N, GATED)
         elif bias_ptr is not None:
             dots += load_down_bias(
                 bias_ptr, this_tile, experts_ptr, choice_weights_ptr, weight_rows, USED, BLOCK_USED, BLOCK_N
             )
+        if AFTER is not None:
+            dots = activate_block(dots.to(out_ptr.dtype.element_ty).to(tl.float32), AFTER)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
 
 
@@ -264,13 +271,13 @@ def _load_x(
 
 @triton.jit
 def _with_factors(
-    scales, factors_ptr, first_row, tile, inside, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr
+    scales, factors_ptr, first_row, tile, inside, weight_rows, BLOCK_N: tl.constexpr, FIRST: tl.constexpr
 ):
-    """Return scales as float32; if not GATED, with the factors, which differ from expert to expert."""
-    if factors_ptr is None or GATED:
+    """Return scales as float32; if not FIRST, with the factors, which differ from expert to expert."""
+    if factors_ptr is None or FIRST:
         return widen(scales)
     else:
-        return widen(scales) * _load_rows(factors_ptr + first_row, tile, inside, 1, weight_rows, BLOCK_N, GATED)
+        return widen(scales) * _load_rows(factors_ptr + first_row, tile, inside, 1, weight_rows, BLOCK_N, False)
 
 
 @triton.jit

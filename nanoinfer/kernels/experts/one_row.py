@@ -1,7 +1,7 @@
 """The products of a single token with its experts, in two launches, as fast as the experts can be read.
 
-The first multiplies all gates and ups. For the second, the results of all experts are one long vector, and the experts'
-down matrices lie side by side: their product is the weighted sum already.
+The first multiplies all gates and ups, or ups alone. For the second, the results of all experts are one long vector,
+and the experts' down matrices lie side by side: their product is the weighted sum already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoinfer.kernels.launch import (
     num_multiprocessors,
     wait_for_predecessor,
 )
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.kernels.linear.fp8.row import multiply_tile, prepare_row
 from nanoinfer.kernels.linear.one_row import (
     MAX_IN_FEATURES,
@@ -40,7 +40,7 @@ def one_row_expert_mlps(
     routes: Routes,
     gate_up: Tensor | Fp8Weight,
     down: Tensor | Fp8Weight,
-    activation: Activation,
+    activation: AnyActivation,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:

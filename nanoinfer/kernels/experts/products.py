@@ -23,7 +23,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation, Ungated, rows_per_output
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.fp8.linear import fp8_operand
@@ -41,7 +41,7 @@ def expert_mlps(
     routes: Routes,
     gate_up: ExpertWeights | Sequence[WeightInParts],
     down: ExpertWeights | Sequence[WeightInParts],
-    activation: Activation,
+    activation: AnyActivation,
     may_split: bool = False,
     in_order: bool = False,
     gather: Gather | None = None,
@@ -52,17 +52,19 @@ def expert_mlps(
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
     x: [tokens, hidden_size]
-    gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups
+    gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups; of Ungated, the ups alone:
+        [experts, size, hidden_size]
     down: [experts, hidden_size, size]; on the CPU each of the weights may also be cut into parts
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     in_order: a token's result has the same bits with any number of tokens. On a GPU only
     gather: puts the shares of several ranks side by side, [rows, share] to [rows, ranks * share]. Each rank then has a
         share of the gates and ups, and down of [experts, hidden_size / ranks, size]. Every rank gets the whole result
-    gate_up_bias, down_bias: [experts, 2 * size] and [experts, hidden_size], or down's outputs of this rank; None: the
-        products have no bias, or another rank adds it
+    gate_up_bias, down_bias: [experts, gate_up's rows] and [experts, hidden_size], or down's outputs of this rank; None:
+        the products have no bias, or another rank adds it
     adapters: if given, the tokens' are added to both products
-    An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
+    An expert computes down @ (act(gate @ x) * (up @ x)), or without gates down @ act(up @ x), and adds its biases.
+    Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8.linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation; if in_order, also a single token's. The groups of a GroupWeight are
     such that operand.can_multiply_groups; its tensors are contiguous.
@@ -82,7 +84,7 @@ def expert_mlps_reference(
     routes: Routes,
     gate_up: Tensor | GroupWeight | Sequence[WeightInParts],
     down: Tensor | GroupWeight | Sequence[WeightInParts],
-    activation: Activation,
+    activation: AnyActivation,
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -119,7 +121,7 @@ def expert_mlps_triton(
     routes: Routes,
     gate_up: ExpertWeights,
     down: ExpertWeights,
-    activation: Activation,
+    activation: AnyActivation,
     may_split: bool = False,
     in_order: bool = False,
     gather: Gather | None = None,
@@ -151,7 +153,7 @@ def expert_mlps_triton(
         groups = Groups(choices.rows.groups.choices, groups.tiles)
     chosen = Chosen(groups, used)
     added = None if choices is None else choices.beside_gate_up(x)
-    gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // 2)
+    gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // rows_per_output(activation))
     vectors = quantize(x) if in_fp8 else x
     epilogue = Epilogue(bias=gate_up_bias, added=added)
     _multiply(vectors, gate_up, epilogue, gated, chosen, block_m, activation, in_order)
@@ -197,7 +199,7 @@ def _multiply(
     out: Tensor,
     chosen: Chosen,
     block_m: int,
-    activation: Activation | None,
+    activation: AnyActivation | None,
     in_order: bool,
 ) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
@@ -208,7 +210,7 @@ def _multiply(
     """
     vectors, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
     assert vectors.is_contiguous()
-    gated = activation is not None
+    gated = activation is not None and not isinstance(activation, Ungated)
     if isinstance(weight, GroupWeight):
         operand, config = group_operand_and_config(weight, vectors, block_m)
         epilogue = epilogue._replace(factors=weight.factors)

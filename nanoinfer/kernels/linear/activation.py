@@ -44,6 +44,17 @@ class Ungated:
 Activation: TypeAlias = Function | ClampedSwiGLU  # of gates
 AnyActivation: TypeAlias = Activation | Ungated
 
+
+def split_activation(activation: AnyActivation | None) -> tuple[Activation | None, Function | None]:
+    """Return the activation of gates, and the function of projections without gates: one at most is given."""
+    return (None, activation.function) if isinstance(activation, Ungated) else (activation, None)
+
+
+def rows_per_output(activation: AnyActivation) -> int:
+    """Return how many rows of a weight make one number: a gate's and its up's, or without gates an up's alone."""
+    return 1 if isinstance(activation, Ungated) else 2
+
+
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

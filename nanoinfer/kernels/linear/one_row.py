@@ -39,10 +39,10 @@ from nanoinfer.kernels.linear.activation import (
     Activation,
     AnyActivation,
     Function,
-    Ungated,
     activate_block,
     gate_mul_block,
     gated_row,
+    split_activation,
 )
 from nanoinfer.kernels.linear.fp8.row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
@@ -98,11 +98,12 @@ def one_row_norm_linear(
 
 
 def one_row_gates_and_ups(
-    x: Tensor, experts: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None, activation: Activation
+    x: Tensor, experts: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None, activation: AnyActivation
 ) -> Tensor:
     """Compute act(gate) * up of some experts for x of [1, in_features], in one launch; [experts, size].
 
-    experts: int32, which the launch before may write; weight: [all experts, 2 * size, in_features]
+    experts: int32, which the launch before may write
+    weight: [all experts, 2 * size, in_features]; of Ungated, [all experts, size, in_features], for act(up)
     """
     return _launch(x, weight, bias, activation, experts=experts)
 
@@ -127,8 +128,8 @@ def _launch(
     operand = row_operand(weight)
     weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
-    after, activation = (activation.function, None) if isinstance(activation, Ungated) else (None, activation)
-    out = torch.empty((count, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
+    gates, after = split_activation(activation)
+    out = torch.empty((count, weight_rows // 2 if gates else weight_rows), dtype=dtype, device=x.device)
     block_k = next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = operand.programs
     is_plain = operand.load_scales is None and numbers.itemsize == 2
@@ -167,7 +168,7 @@ def _launch(
             block_n,
             block_k,
             operand.form,
-            activation,
+            gates,
             after,
             norm.form if norm else None,
             post.form if post else None,

@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import cdiv, launch_options, num_multiprocessors, shared_memory, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    AnyActivation,
+    Function,
+    activate_block,
+    gate_mul_block,
+    gated_row,
+    split_activation,
+)
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.sorting import Groups
 
@@ -76,7 +84,7 @@ def multiply_tiles(
     config: TileConfig,
     out: Tensor,
     epilogue: Epilogue,
-    activation: Activation | None = None,
+    activation: AnyActivation | None = None,
     chosen: Chosen | None = None,
     x_scales: Tensor | None = None,
     fused: bool = True,
@@ -86,7 +94,7 @@ def multiply_tiles(
     x: [room, in_features], or a tensor descriptor of it
     out: [pieces, tokens, out_features], filled and returned, without the first dimension for one piece; the first piece
         has the bias. With experts: see `chosen`
-    activation: the weight has gates before ups; out has act(gate) * up
+    activation: the weight has gates before ups; out has act(gate) * up. Of Ungated, out has act(product)
     chosen: the experts' table; with an activation, x is the tokens', and out, [choices, out_features], in the order of
         the table; else x is in this order, and out [used, tokens, out_features]. None: the weight is dense
     x_scales: [in_features / 128, room] of x in FP8
@@ -94,6 +102,7 @@ def multiply_tiles(
     """
     assert config.pieces == 1 or activation is None  # the activation needs the whole sum
     assert chosen is not None or not config.persistent
+    gates, after = split_activation(activation)
     rows, used = out.shape[-1] if operand.apart else operand.rows, config.used or config.block_n
     tokens = out.shape[-2] if chosen is None else chosen.groups.choices.shape[0] // chosen.used
     items = cdiv(rows, used) * (cdiv(tokens, config.block_m) if chosen is None else chosen.groups.tiles.shape[0])
@@ -119,7 +128,8 @@ def multiply_tiles(
             rows % config.block_n == 0 and used == config.block_n,
             operand.apart,
             operand.form,
-            activation,
+            gates,
+            after,
         ),
         num_warps=config.warps,
         num_stages=config.stages,
@@ -156,6 +166,7 @@ class TileConstants:
     experts: that a token uses; 0: the weight is dense
     in_pieces: there are several
     whole, full: no tile has inputs, or rows, that are none
+    activation: of gates, which multiply ups; after: of all products. Experts' first product has one of them
     """
 
     block_m: int
@@ -170,6 +181,7 @@ class TileConstants:
     apart: bool
     form: Any
     activation: Activation | None
+    after: Function | None
 
 
 class Tile(NamedTuple):
@@ -234,7 +246,7 @@ def _tiles_kernel(
             expert, first, end = tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
             if first < end:
                 sources, first_row = first + tl.arange(0, HOW.block_m), item % blocks * HOW.block_n
-                if HOW.activation is not None:
+                if HOW.activation is not None or HOW.after is not None:
                     sources = tl.load(groups.choices + sources, mask=sources < end, other=0) // HOW.experts
                 _multiply_tile(
                     x,
@@ -273,6 +285,7 @@ def _multiply_tile(
 ):
     """Multiply the vectors `sources`, from `first` to `end`, by an expert's rows from first_row to end_row."""
     ACTIVATION: tl.constexpr = HOW.activation
+    AFTER: tl.constexpr = HOW.after
     GATED: tl.constexpr = ACTIVATION is not None
     M: tl.constexpr = HOW.block_m
     N: tl.constexpr = HOW.block_n
@@ -302,12 +315,14 @@ def _multiply_tile(
     target, choice = position, None
     if HOW.experts > 0:
         choice = tl.load(groups.choices + position, mask=exists, other=0)  # late, as registers are short before
-        if not GATED:
+        if not GATED and AFTER is None:
             target = choice % HOW.experts * tokens + choice // HOW.experts
     elif HOW.in_pieces:
         target += tl.program_id(1) * tokens
     acc = _add_epilogue(acc, factors, bias, epilogue, choice, exists, row, has_row, weight_rows, TOKENS_LEFT)
     out, outputs = acc.to(product.out.dtype.element_ty), rows
+    if AFTER is not None:
+        out = activate_block(out.to(tl.float32), AFTER).to(out.dtype)
     if GATED and HOW.apart:
         up = row + rows
         up_acc = _add_epilogue(up_acc, None, up_bias, epilogue, choice, exists, up, has_row, weight_rows, TOKENS_LEFT)

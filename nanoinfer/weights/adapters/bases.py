@@ -111,6 +111,7 @@ class Bases:
 
 
 def _of_experts(experts: Experts) -> tuple[list[Base], list[Base]]:
-    halves, downs, columns = expert_sections(experts.tensors, experts.sizes, experts.output_share)
-    pairs = zip(halves[::2], halves[1::2], strict=True)
-    return [Base(pair, experts.sizes.hidden_size) for pair in pairs], [Base((down,), columns) for down in downs]
+    above, downs, columns = expert_sections(experts.tensors, experts.sizes, experts.output_share)
+    parts = len(experts.tensors.above)
+    of_each = zip(*(above[part::parts] for part in range(parts)), strict=True)
+    return [Base(own, experts.sizes.hidden_size) for own in of_each], [Base((down,), columns) for down in downs]

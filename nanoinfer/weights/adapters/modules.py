@@ -99,10 +99,10 @@ def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, E
     def of_experts(*projections: str) -> list[tuple[str, ...]]:
         return [tuple(tensors.module(one, number) for one in projections) for number in range(sizes.count)]
 
-    halves, downs = of_experts(tensors.gate, tensors.up), of_experts(tensors.down)
-    shapes = (2 * sizes.size, sizes.hidden_size), (sizes.hidden_size, sizes.size)
+    above, downs = of_experts(*tensors.above), of_experts(tensors.down)
+    shapes = (len(tensors.above) * sizes.size, sizes.hidden_size), (sizes.hidden_size, sizes.size)
     for pair in tensors.stacks:
-        for stack, shape, modules in zip(pair, shapes, (halves, downs), strict=True):
+        for stack, shape, modules in zip(pair, shapes, (above, downs), strict=True):
             module, _, parameter = stack.rpartition(".")
             yield module, ExpertStack(parameter, shape, modules, by_turns=tensors.paired)
 

@@ -24,66 +24,72 @@ class Rows(Written, Protocol):
 def expert_sections(
     tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None
 ) -> tuple[list[Section], list[Section], int]:
-    """Return the sections of gates and ups, expert by expert, and those of downs, and how many inputs a down has."""
+    """Return the sections of gates and ups, expert by expert, and those of downs, and how many inputs a down has.
+
+    Experts without gates have those of ups alone.
+    """
     count, hidden_size, share, start = sizes.count, sizes.hidden_size, sizes.share, sizes.start
     inward, outward = (sizes.size, hidden_size), (hidden_size, sizes.size)
-    halves = [
+    above = [
         Section(tensors.module(projection, number), share, inward, start)
         for number in range(count)
-        for projection in (tensors.gate, tensors.up)
+        for projection in tensors.above
     ]
     if output_share is None:
         rows, columns, first, dim = hidden_size, share, start, 1
     else:
         rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
     downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
-    return halves, downs, columns
+    return above, downs, columns
 
 
 def stack_shards(
     tensors: ExpertTensors,
     sizes: ExpertSizes,
-    halves: Sequence[Rows],
+    above: Sequence[Rows],
     downs: Sequence[Rows],
     dim: int,
     stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> Iterator[Shard]:
     """Yield the shards of the stacks of plain matrices that a checkpoint may have.
 
-    halves, downs: the rows of the sections; dim: that in which ranks split downs
+    above, downs: the rows of the sections; dim: that in which ranks split downs
     stored: the names of tensors in the format itself, of gates and ups, and of downs
     """
     count, hidden_size, size = sizes.count, sizes.hidden_size, sizes.size
     gate_up_stacks, down_stacks = tensors.gate_up_stacks(count), tensors.down_stacks(count)
-    gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
+    parts = len(tensors.above)
+    gate_up_shape, down_shape = (count, parts * size, hidden_size), (count, hidden_size, size)
     gate_up_stacks = {stack: (*others, *stored[0]) for stack, others in gate_up_stacks.items()}
     down_stacks = {stack: (*others, *stored[1]) for stack, others in down_stacks.items()}
     for number, down in enumerate(downs):
-        gate, up = halves[2 * number : 2 * number + 2]
+        own = above[parts * number : parts * (number + 1)]
         for stack, others in gate_up_stacks.items():
-            yield Shard(stack, gate, gate_up_shape, gate.start(0), entry=number, replaces=others)
-            yield Shard(stack, up, gate_up_shape, size + up.start(0), entry=number, replaces=others)
+            for place, rows in enumerate(own):
+                start = place * size + rows.start(0)
+                yield Shard(stack, rows, gate_up_shape, start, entry=number, replaces=others)
         for stack, others in down_stacks.items():
             yield Shard(stack, down, down_shape, down.start(dim), dim, entry=number, replaces=others)
-    placed = [(rows, rows.start(0)) for rows in halves], [(down, down.start(dim)) for down in downs]
+    placed = [(rows, rows.start(0)) for rows in above], [(down, down.start(dim)) for down in downs]
     yield from flat_shards(tensors, sizes, *placed, dim, stored)
 
 
 def flat_shards(
     tensors: ExpertTensors,
     sizes: ExpertSizes,
-    halves: Sequence[tuple[Target, int]],
+    above: Sequence[tuple[Target, int]],
     downs: Sequence[tuple[Target, int]],
     dim: int,
     stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> Iterator[Shard]:
     """Yield the shards of the flat stacks that a checkpoint may have.
 
-    halves, downs: what they fill, and where that begins in an expert's matrix; dim, stored: as for stack_shards
+    above, downs: what they fill, and where that begins in an expert's matrix; dim, stored: as for stack_shards
     """
     inward, outward = (sizes.count, sizes.size, sizes.hidden_size), (sizes.count, sizes.hidden_size, sizes.size)
-    projections = tensors.gate, tensors.up, tensors.down
-    for name, projection, placed in zip(tensors.flat, projections, (halves[::2], halves[1::2], downs), strict=False):
+    parts = len(tensors.above)
+    all_placed = *(above[part::parts] for part in range(parts)), downs
+    for name, projection, placed in zip(tensors.flat, (*tensors.above, tensors.down), all_placed, strict=False):
         is_down = projection == tensors.down
         shape, along = (outward, dim) if is_down else (inward, 0)
         others = *(tensors.of(projection, number) for number in range(sizes.count)), *stored[is_down]
@@ -106,6 +112,7 @@ class ExpertBiases(nn.Module):
     ) -> None:
         super().__init__()
         assert tensors.paired or not are_there
+        assert not tensors.paired or tensors.gate is not None
         self._tensors, self._sizes, self._output_share = tensors, sizes, output_share
         outputs = sizes.hidden_size if output_share is None else len(output_share.outputs)
         self.gate_up, self.down = (

@@ -12,7 +12,7 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.products import Gather
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.weights.shards import Shard
 
 
@@ -21,19 +21,24 @@ class ExpertTensors:
     """The names that a checkpoint may give to the tensors of a layer's experts: three for each, or stacks of all.
 
     expert: the module of one expert; "{}" stands for its number
-    gate, up, down: an expert's projections
-    stacks: pairs of stacks, by each pair of names that they may have: gates above ups, and downs
+    gate, up, down: an expert's projections; a gate of None: experts have no gates
+    stacks: pairs of stacks, by each pair of names that they may have: gates above ups, or ups alone, and downs
     paired: there are only stacks, of one pair of names. They hold matrices as [in, out], each gate beside its up
-    flat: three flat stacks that may be there instead: of gates, of ups, and of downs as [in, out]; empty: no such
+    flat: flat stacks that may be there instead: of gates, of ups, and of downs as [in, out]; empty: no such
     """
 
     expert: str
-    gate: str
+    gate: str | None
     up: str
     down: str
     stacks: tuple[tuple[str, str], ...]
     paired: bool = False
     flat: tuple[str, ...] = ()
+
+    @property
+    def above(self) -> tuple[str, ...]:
+        """The projections of the first product, in the order of its rows: gate and up, or up alone."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
     def module(self, projection: str, number: int) -> str:
         """Return the name of one expert's projection."""
@@ -48,8 +53,8 @@ class ExpertTensors:
 
         count: experts
         """
-        halves = (self.of(projection, number) for number in range(count) for projection in (self.gate, self.up))
-        return _with_others([gate_up for gate_up, _ in self.stacks], tuple(halves))
+        single = (self.of(projection, number) for number in range(count) for projection in self.above)
+        return _with_others([gate_up for gate_up, _ in self.stacks], tuple(single))
 
     def down_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
         """Return the same for the stack of downs."""
@@ -97,7 +102,7 @@ class ExpertMap(nn.Module, ABC):
         """Return Experts.forward, in a step whose rows name these adapters; None: no row names one."""
 
     @abstractmethod
-    def fix_order(self, used: int, activation: Activation) -> None:
+    def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order, whatever the number of tokens; called once, of filled experts.
 
         used: experts that a token takes
@@ -122,7 +127,7 @@ class Experts(ExpertMap):
         self,
         x: Tensor,
         routes: Routes,
-        activation: Activation,
+        activation: AnyActivation,
         may_split: bool = False,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:

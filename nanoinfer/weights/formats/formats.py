@@ -91,9 +91,9 @@ class Formats:
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> Experts:
         """Make a layer's experts, of which all matrices have one format; arguments: as for Format.make_experts"""
-        first = tensors.module(tensors.gate, 0)
-        for projection in (tensors.up, tensors.down):
-            self._check_alike(first, tensors.module(projection, 0))
+        first, *others = (tensors.module(projection, 0) for projection in (*tensors.above, tensors.down))
+        for other in others:
+            self._check_alike(first, other)
         return self.of(first).make_experts(tensors, sizes, output_share, biases)
 
     def _check_alike(self, module: str, other: str) -> None:

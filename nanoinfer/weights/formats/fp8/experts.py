@@ -14,7 +14,7 @@ from nanoinfer.kernels.experts.in_order import check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.fp8.linear import can_multiply_fp8
 from nanoinfer.kernels.linear.in_order.order import WeightShape
@@ -36,8 +36,8 @@ class Fp8Experts(Experts):
     ) -> None:
         """output_share: as for Format.make_experts"""
         super().__init__(tensors, sizes, output_share)
-        halves, downs, columns = expert_sections(tensors, sizes, output_share)
-        self.gate_up = Fp8Store(halves, sizes.hidden_size, layout)
+        above, downs, columns = expert_sections(tensors, sizes, output_share)
+        self.gate_up = Fp8Store(above, sizes.hidden_size, layout)
         self.down = Fp8Store(downs, columns, layout)
         self._dtype = torch.get_default_dtype()
         self._in_order = False
@@ -47,7 +47,7 @@ class Fp8Experts(Experts):
         self,
         x: Tensor,
         routes: Routes,
-        activation: Activation,
+        activation: AnyActivation,
         may_split: bool = False,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
@@ -57,7 +57,7 @@ class Fp8Experts(Experts):
         how = may_split, self._in_order, gather
         return expert_mlps(x, routes, gate_up, down, activation, *how, adapters=adapters)
 
-    def fix_order(self, used: int, activation: Activation) -> None:
+    def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_multiplies and check_order do.
 
         used: experts that a token takes

@@ -15,7 +15,7 @@ from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_sections, stack_shards
@@ -43,8 +43,8 @@ class GroupExperts(Experts):
     ) -> None:
         """label: what messages call the format; output_share, biases: as for Format.make_experts"""
         super().__init__(tensors, sizes, output_share)
-        halves, downs, columns = expert_sections(tensors, sizes, output_share)
-        self.gate_up = GroupStore(halves, sizes.hidden_size, layout, label)
+        above, downs, columns = expert_sections(tensors, sizes, output_share)
+        self.gate_up = GroupStore(above, sizes.hidden_size, layout, label)
         self.down = GroupStore(downs, columns, layout, label)
         self.biases = ExpertBiases(tensors, sizes, output_share, biases)
         self._dtype = torch.get_default_dtype()
@@ -56,7 +56,7 @@ class GroupExperts(Experts):
         self,
         x: Tensor,
         routes: Routes,
-        activation: Activation,
+        activation: AnyActivation,
         may_split: bool = False,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
@@ -104,7 +104,7 @@ class GroupExperts(Experts):
         }
         return weight._replace(**of_each)
 
-    def fix_order(self, used: int, activation: Activation) -> None:
+    def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_order does, and for groups in no order.
 
         used: experts that a token takes

@@ -11,7 +11,7 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.experts.in_order import check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.order import WeightShape
 from nanoinfer.weights.formats.expert_shards import ExpertBiases, flat_shards
@@ -22,6 +22,7 @@ from nanoinfer.weights.shards import Shard
 class PlainExperts(Experts):
     """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
 
+    Of experts without gates, gate_up is [experts, share, hidden_size].
     A rank holds a share of each expert's intermediate size. If ranks split outputs, it holds a share of down's outputs
     instead: [experts, hidden_size / ranks, size].
     """
@@ -38,7 +39,7 @@ class PlainExperts(Experts):
         biases: the products have biases, which only checkpoints of paired tensors hold
         """
         super().__init__(tensors, sizes, output_share)
-        gate_up = 2 * sizes.share, sizes.hidden_size
+        gate_up = len(tensors.above) * sizes.share, sizes.hidden_size
         down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
         self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)
         self.down = nn.Parameter(torch.empty(sizes.count, *down), requires_grad=False)
@@ -50,7 +51,7 @@ class PlainExperts(Experts):
         self,
         x: Tensor,
         routes: Routes,
-        activation: Activation,
+        activation: AnyActivation,
         may_split: bool = False,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
@@ -60,7 +61,7 @@ class PlainExperts(Experts):
         how = may_split, self._in_order, gather
         return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters)
 
-    def fix_order(self, used: int, activation: Activation) -> None:
+    def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.
 
         used: experts that a token takes
@@ -72,8 +73,9 @@ class PlainExperts(Experts):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         sizes = self.sizes
-        halves, outputs = [(sizes.share, sizes.size)] * 2, [(self.down.shape[1], sizes.hidden_size)]
-        gate_up = [WeightInParts(weight, halves) for weight in self.gate_up]
+        above = [(sizes.share, sizes.size)] * len(self.tensors.above)
+        outputs = [(self.down.shape[1], sizes.hidden_size)]
+        gate_up = [WeightInParts(weight, above) for weight in self.gate_up]
         self._parts = gate_up, [WeightInParts(weight, outputs) for weight in self.down]
 
     def shards(self) -> Iterator[Shard]:
@@ -85,20 +87,20 @@ class PlainExperts(Experts):
         count, hidden_size, size, start = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.start
         first, dim = self._down_part
         inward, outward = (size, hidden_size), (hidden_size, size)
+        stacked = count, len(names.above) * size, hidden_size
         gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
         for number in range(count):
-            gate, up = self.gate_up[number].split(self.sizes.share)
-            down = self.down[number]
-            yield Shard(names.of(names.gate, number), gate, inward, start)
-            yield Shard(names.of(names.up, number), up, inward, start)
+            above, down = self.gate_up[number].split(self.sizes.share), self.down[number]
+            for projection, rows in zip(names.above, above, strict=True):
+                yield Shard(names.of(projection, number), rows, inward, start)
             yield Shard(names.of(names.down, number), down, outward, first, dim)
             for stack, others in gate_up_stacks.items():
-                yield Shard(stack, gate, (count, 2 * size, hidden_size), start, entry=number, replaces=others)
-                yield Shard(stack, up, (count, 2 * size, hidden_size), size + start, entry=number, replaces=others)
+                for place, rows in enumerate(above):
+                    yield Shard(stack, rows, stacked, place * size + start, entry=number, replaces=others)
             for stack, others in down_stacks.items():
                 yield Shard(stack, down, (count, *outward), first, dim, entry=number, replaces=others)
-        halves = [(half, start) for half in self.gate_up.unflatten(1, (2, -1)).flatten(0, 1)]
-        yield from flat_shards(names, self.sizes, halves, [(down, first) for down in self.down], dim)
+        placed = [(rows, start) for rows in self.gate_up.unflatten(1, (len(names.above), -1)).flatten(0, 1)]
+        yield from flat_shards(names, self.sizes, placed, [(down, first) for down in self.down], dim)
 
     @property
     def _down_part(self) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class RotatedFormat(Format):
     ) -> Experts:
         """Raise ValueError: experts have no such products."""
         raise ValueError(
-            f"model: quantization_config has a transform_config that rotates {tensors.module(tensors.gate, 0)}: must"
+            f"model: quantization_config has a transform_config that rotates {tensors.module(tensors.up, 0)}: must"
             " leave out experts: nothing rotates them here"
         )
 
