@@ -20,7 +20,8 @@ TOWER = r".*(vision|visual|projector|connector|embed_vision).*"
 NO_MATRIX = r".*(shared_expert_gate|router.*|gate\.wg|kv_b_proj)"  # of those that multiply what a layer gets
 REFUSED = r".*mixer\.out_proj"  # by PEFT itself, of Nemotron-H
 LINEAR = {"target_modules": "all-linear", "exclude_modules": rf"{TOWER}|{NO_MATRIX}|{REFUSED}"}
-EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+STACKS = [f"experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")]
+EXPERTS = {"target_modules": [], "target_parameters": STACKS}
 KINDS = [list(CASES).index(name) for name in ("llama", "phi3", "qwen3.5", "gemma4 multimodal, layer inputs")]
 MIXED = [
     name
@@ -28,7 +29,7 @@ MIXED = [
     if any("experts" in setting for setting in case.settings)
     and 0 not in (case.settings.get("num_experts"), case.settings.get("num_local_experts"))
 ]
-KINDS_MIXED = [MIXED.index(name) for name in ("qwen3next", "mixtral", "gptoss", "qwen3-vl-moe")]
+KINDS_MIXED = [MIXED.index(name) for name in ("qwen3next", "mixtral", "gptoss", "qwen3-vl-moe", "nemotronh experts")]
 
 
 @pytest.fixture

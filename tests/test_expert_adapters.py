@@ -17,7 +17,7 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
+from nanoinfer.kernels.linear.activation import AnyActivation, ClampedSwiGLU, Ungated, rows_per_output
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.order import Grouping
 
@@ -27,8 +27,8 @@ MIXED = [0, -1, 2, 0, -1, 2, 2] * 3
 SLOTS = {"mixed": MIXED, "none": [-1] * 5, "one row": [1], "all in one": [2] * 24}
 
 
-def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    gate_up, down = randn(COUNT, 2 * SIZE, HIDDEN, dtype=dtype), randn(COUNT, HIDDEN, SIZE, dtype=dtype)
+def weights(dtype: torch.dtype, parts: int = 2) -> tuple[Tensor, Tensor]:
+    gate_up, down = randn(COUNT, parts * SIZE, HIDDEN, dtype=dtype), randn(COUNT, HIDDEN, SIZE, dtype=dtype)
     return gate_up / HIDDEN**0.5, down / SIZE**0.5
 
 
@@ -38,10 +38,10 @@ def pairs_of(parts: tuple[int, ...], in_features: int, dtype: torch.dtype) -> Pa
     return Pairs(a / in_features**0.5, b / RANK**0.5, parts)
 
 
-def make(slots: list[int], dtype: torch.dtype) -> tuple[Tensor, Routes, ExpertAdapters]:
+def make(slots: list[int], dtype: torch.dtype, parts: int = 2) -> tuple[Tensor, Routes, ExpertAdapters]:
     """Return tokens, the experts that they choose, and adapters, which the tokens name."""
     rows = AdapterRows.of(torch.tensor(slots, dtype=torch.int32, device=DEVICE), MAX_ADAPTERS)
-    adapters = ExpertAdapters(pairs_of((SIZE, SIZE), HIDDEN, dtype), pairs_of((HIDDEN,), SIZE, dtype), rows)
+    adapters = ExpertAdapters(pairs_of((SIZE,) * parts, HIDDEN, dtype), pairs_of((HIDDEN,), SIZE, dtype), rows)
     tokens = len(slots)
     experts = torch.rand(tokens, COUNT, device=DEVICE).argsort()[:, :USED].int().contiguous()
     return randn(tokens, HIDDEN, dtype=dtype), Routes(experts, torch.rand(tokens, USED, device=DEVICE)), adapters
@@ -57,7 +57,12 @@ def merged(weight: Tensor, pairs: Pairs, slot: int) -> Tensor:
 
 
 def expected(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, adapters: ExpertAdapters, activation: Activation = "silu"
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor,
+    down: Tensor,
+    adapters: ExpertAdapters,
+    activation: AnyActivation = "silu",
 ) -> Tensor:
     """What experts give whose weights have each token's adapter merged into them."""
     out, slots = torch.empty(x.shape, device=x.device), adapters.rows.slots
@@ -69,16 +74,17 @@ def expected(
 
 
 @pytest.mark.parametrize(("dtype", "name"), of_each_kind(product(ALL_DTYPES, SLOTS), *range(1 + len(SLOTS))))
-def test_plain_experts(dtype: torch.dtype, name: str) -> None:
-    slots = SLOTS[name]
-    (gate_up, down), (x, routes, adapters) = weights(dtype), make(slots, dtype)
-    wanted = expected(x, routes, gate_up, down, adapters)
-    multiply = partial(expert_mlps_triton, x, routes, gate_up, down, "silu", adapters=adapters)
+@pytest.mark.parametrize("activation", ["silu", Ungated("relu2")], ids=["gates", "no gates"])
+def test_plain_experts(activation: AnyActivation, dtype: torch.dtype, name: str) -> None:
+    slots, parts = SLOTS[name], rows_per_output(activation)
+    (gate_up, down), (x, routes, adapters) = weights(dtype, parts), make(slots, dtype, parts)
+    wanted = expected(x, routes, gate_up, down, adapters, activation)
+    multiply = partial(expert_mlps_triton, x, routes, gate_up, down, activation, adapters=adapters)
     assert_close(multiply(), wanted)
     pieces = multiply(in_order=True, may_split=True)
     assert_close(pieces if pieces.dim() == 2 else pieces.float().sum(dim=0).to(dtype), wanted)
     if DEVICE == "cpu" and dtype == torch.float32:
-        assert_close(expert_mlps_reference(x, routes, gate_up, down, "silu", adapters=adapters), wanted)
+        assert_close(expert_mlps_reference(x, routes, gate_up, down, activation, adapters=adapters), wanted)
 
 
 @pytest.mark.parametrize("slots", [MIXED, *whole_only([[1]])], ids=lambda slots: f"{len(slots)} rows")
@@ -94,14 +100,16 @@ def test_experts_in_groups(grouping: Grouping, slots: list[int]) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the CPU multiplies by parts")
-def test_experts_in_parts() -> None:
-    (gate_up, down), (x, routes, adapters) = weights(torch.float32), make(MIXED, torch.float32)
+@pytest.mark.parametrize("activation", ["silu", Ungated("relu2")], ids=["gates", "no gates"])
+def test_experts_in_parts(activation: AnyActivation) -> None:
+    above = rows_per_output(activation)
+    (gate_up, down), (x, routes, adapters) = weights(torch.float32, above), make(MIXED, torch.float32, above)
     parts = (
-        [WeightInParts(weight, [(SIZE, SIZE), (SIZE, SIZE)]) for weight in gate_up],
+        [WeightInParts(weight, [(SIZE, SIZE)] * above) for weight in gate_up],
         [WeightInParts(weight, [(HIDDEN, HIDDEN)]) for weight in down],
     )
-    out = expert_mlps_reference(x, routes, *parts, "silu", adapters=adapters)
-    assert_close(out, expected(x, routes, gate_up, down, adapters))
+    out = expert_mlps_reference(x, routes, *parts, activation, adapters=adapters)
+    assert_close(out, expected(x, routes, gate_up, down, adapters, activation))
 
 
 def test_ranks_that_share_the_outputs() -> None:

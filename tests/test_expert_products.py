@@ -32,7 +32,14 @@ from torch import Tensor
 from nanoinfer.kernels.experts.products import expert_mlps, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight, quantize
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    AnyActivation,
+    ClampedSwiGLU,
+    Ungated,
+    gate_mul_reference,
+    rows_per_output,
+)
 from nanoinfer.kernels.linear.groups import scales
 from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Grouping
 from nanoinfer.kernels.linear.weight import Weight
@@ -55,6 +62,7 @@ IN_FP8: list[Sizes] = [
 ]
 GPT_OSS: list[Sizes] = [(tokens, 32, 4, 2880, 2880) for tokens in (1, 8, 64, 256, 2048)]
 QWEN3: list[Sizes] = [(tokens, 128, 8, 2048, 768) for tokens in (1, 8, 512, 128, 3000)]  # Qwen3-30B-A3B
+NEMOTRON_3: list[Sizes] = [(tokens, 128, 6, 2688, 1856) for tokens in (1, 8, 128, 3000)]  # its Nano
 QWEN3_GROUPS = [INT4._replace(size=128), NVFP4]
 
 
@@ -88,15 +96,24 @@ class Layer(NamedTuple):
     biases: tuple[Tensor, Tensor]
 
     @classmethod
-    def draw(cls, form: Form, count: int, hidden_size: int, size: int, dtype: torch.dtype = DTYPES[-1]) -> Layer:
-        gate_up = draw(form, count, 2 * size, hidden_size, dtype=dtype)
+    def draw(
+        cls,
+        form: Form,
+        count: int,
+        hidden_size: int,
+        size: int,
+        dtype: torch.dtype = DTYPES[-1],
+        activation: AnyActivation = "silu",
+    ) -> Layer:
+        rows = rows_per_output(activation) * size
+        gate_up = draw(form, count, rows, hidden_size, dtype=dtype)
         down = draw(form, count, hidden_size, size, dtype=dtype)
         wide = matrices_of(gate_up), matrices_of(down)
-        return cls((gate_up, down), wide, (randn(count, 2 * size), randn(count, hidden_size)))
+        return cls((gate_up, down), wide, (randn(count, rows), randn(count, hidden_size)))
 
 
 def compare(
-    form: Form, sizes: Sizes, dtype: torch.dtype, activation: Activation = "silu", biased: bool = False
+    form: Form, sizes: Sizes, dtype: torch.dtype, activation: AnyActivation = "silu", biased: bool = False
 ) -> None:
     """Compare the kernels' results of random tokens with the products of what the weights stand for.
 
@@ -104,7 +121,7 @@ def compare(
     """
     tokens, count, used, hidden_size, size = sizes
     layer, x, routes = (
-        Layer.draw(form, count, hidden_size, size, dtype),
+        Layer.draw(form, count, hidden_size, size, dtype, activation),
         randn(tokens, hidden_size, dtype=dtype),
         routes_of(tokens, count, used),
     )
@@ -164,6 +181,24 @@ def test_experts(form: Form, sizes: Sizes, dtype: torch.dtype) -> None:
 )
 def test_biases_and_clamped_gates(form: Grouping, sizes: Sizes, dtype: torch.dtype) -> None:
     compare(form, sizes, dtype, CLAMPED, biased=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "dtype", "biased"),
+    [
+        *product([None], PLAIN[1:], DTYPES, [True]),
+        *whole_only(product([None], [*PLAIN, *MORE_PLAIN], DTYPES, [False])),
+        *product(BLOCKS[:1], IN_FP8[:2], DTYPES[-1:], [False]),
+        *whole_only(product(BLOCKS, IN_FP8[2:], DTYPES[-1:], [False])),
+        *((form, sizes, dtype, True) for (form, dtype), sizes in product(OFTEN, of_tokens(1, 5))),
+        *whole_only((form, sizes, dtype, False) for (form, dtype), sizes in product(OFTEN, of_tokens(40, 160))),
+        *on_a_gpu(product([None], NEMOTRON_3, [torch.bfloat16], [False])),
+        *whole_only(on_a_gpu(product(QWEN3_GROUPS, NEMOTRON_3, [torch.bfloat16], [False]))),
+    ],
+    ids=str,
+)
+def test_experts_without_gates(form: Form, sizes: Sizes, dtype: torch.dtype, biased: bool) -> None:
+    compare(form, sizes, dtype, Ungated("relu2"), biased)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -357,6 +357,17 @@ class TestBadInput:
         ):
             Rank(tmp_path).reader.read(open_adapter("tuned", tensors, alpha=16))
 
+    def test_stacks_of_one_shape(self, tmp_path: Path) -> None:
+        """Experts without gates may be as wide as their inputs."""
+        case = CASES["nemotronh experts"]
+        build(dataclasses.replace(case, settings={**case.settings, "moe_intermediate_size": 48}), tmp_path)
+        shapes = {"A": (6 * 2, 48), "B": (48, 6 * 2)}
+        tensors = {
+            f"model.layers.1.mixer.experts.lora_{half}.weight": torch.ones(shape) for half, shape in shapes.items()
+        }
+        with pytest.raises(ValueError, match=r"fit both up_proj and down_proj, .* name the projections of each expert"):
+            Rank(tmp_path).reader.read(open_adapter("tuned", tensors, alpha=16))
+
     @pytest.mark.parametrize(
         ("damage", "message"),
         [

@@ -122,10 +122,16 @@ def _gather(source: AdapterSource, places: list[_Place]) -> Adapter:
 
 
 def _fitting(pair: Pair, stacks: list[ExpertStack]) -> ExpertStack:
-    """Return the stack that the tensors fit: PEFT does not name it. No layer has two stacks of one shape."""
-    for stack in stacks:
-        if (*pair.b.shape[:1], *pair.a.shape[1:]) == stack.shape:
-            return stack
+    """Return the stack that the tensors fit: PEFT does not name it."""
+    fitting = [stack for stack in stacks if (*pair.b.shape[:1], *pair.a.shape[1:]) == stack.shape]
+    for stack in fitting:
+        if stack.modules != fitting[0].modules:  # of experts without gates that are as wide as their inputs
+            raise ValueError(
+                f"{pair}: they fit both {fitting[0].parameter} and {stack.parameter}, and PEFT does not say which;"
+                " name the projections of each expert instead"
+            )
+    if fitting:
+        return fitting[0]
     needed = " or ".join(f"{inputs} inputs and {outputs} outputs" for outputs, inputs in (one.shape for one in stacks))
     raise ValueError(f"{pair}: the experts of this model have {needed}; the adapter may be another model's")
 
