@@ -49,7 +49,7 @@ from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Description, ModuleNames, MoEConfig
+from nanoinfer.models.description import Description, ModuleNames, MoEConfig, NoMixer
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.vision.grids import derive
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
@@ -505,6 +505,18 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
+def test_the_floor_counts_experts_without_gates_and_their_latents() -> None:
+    """Two matrices for each of four experts, one of which a token uses; and for the MLP, and the shared expert."""
+    latent = replace(Sparse.experts, latent_size=3)
+    for experts, expert, around in ((Sparse.experts, 2 * 6 * 8, 0), (latent, 2 * 6 * 3, 2 * 8 * 3)):
+        ungated = type("Ungated", (Sparse,), {"experts": experts, "is_gated": False})
+        floor = floor_of(bench.Workload([[1, 2, 3]], [1]), model=ungated)
+        every = EVERY - 8 * 16 - 5 * 8 + around + ROUTER
+        read = 4 * expert * (1 - 0.75**3)
+        assert bytes_of(floor) == pytest.approx((every + read + HEAD) * 2)
+        assert operations_of(floor) == 2 * (every + expert) * 3 + 2 * HEAD + 2 * 2 * 16 * 9
+
+
 class OfLatents(WeightShape):
     """Each layer has latents of 6 numbers, beside keys of 2, and heads of 3 + 2, with values of 4."""
 
@@ -569,7 +581,7 @@ def test_the_floor_counts_states() -> None:
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
         ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
         ("glm-4.5-air", 106.9), ("deepseek-v2-lite", 15.7), ("glm-4.7-flash", 29.9),
-        ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
+        ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23), ("nemotron-3-nano", 31.57),
         ("qwen3-vl-2b", 1.72), ("qwen3-vl-8b", 8.19),
     ],
 )  # fmt: skip
@@ -580,13 +592,14 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     attention = sum(
         (queries + (1 if heads.values_are_keys else 2) * heads.count) * heads.dim for heads in model.attending
     )
-    mixers, of_latents = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None), 0
+    recurrent = (mixer for mixer in model.mixers if mixer is not None and not isinstance(mixer, NoMixer))
+    mixers, of_latents, parts = attention + sum(mixer.projected for mixer in recurrent), 0, 3 if model.is_gated else 2
     if model.latent is not None:
         mixers, of_latents = model.num_layers * model.latent.projected, model.num_layers * model.latent.query_weights
         of_latents += model.num_layers * model.latent.made_weights
-    experts, mlps = model.experts, 3 * sum(model.mlp_sizes)
+    experts, mlps = model.experts, parts * sum(model.mlp_sizes)
     if experts is not None:
-        mlps += sum(experts.layers) * (experts.count * (3 * experts.size + 1) + 3 * (experts.shared_size or 0))
+        mlps += sum(experts.layers) * (experts.count * (parts * experts.size + 1) + parts * (experts.shared_size or 0))
     layers = model.hidden_size * (mixers + mlps) + of_latents
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)

@@ -37,6 +37,7 @@ from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.plain.matrix import PlainMatrix
+from nanoinfer.weights.names import Spelling
 from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_the_table")
@@ -327,6 +328,12 @@ def test_a_pattern_is_a_name_or_an_end_of_one_or_an_expression(pattern: str, mod
 def test_a_multimodal_checkpoints_patterns_mean_its_language_model(pattern: str) -> None:
     formats = Formats((((pattern,), Fixed()),)).of_language_model()
     assert [formats.of(f"model.layers.{layer}.mlp.up_proj") for layer in (0, 1)] == [PLAIN, Fixed()]
+
+
+@pytest.mark.parametrize("pattern", ["backbone.layers.1", "model.layers.1", r"re:backbone\.layers\.1\..*"])
+def test_patterns_may_spell_names_as_checkpoints_do(pattern: str) -> None:
+    formats = Formats((((pattern,), Fixed()),), spelling=Spelling((("backbone.", "model."),)))
+    assert [formats.of(f"model.layers.{layer}.mixer.up_proj") for layer in (0, 1)] == [PLAIN, Fixed()]
 
 
 def test_the_first_rule_decides() -> None:

@@ -227,6 +227,7 @@ def test_configs_name_layers_in_older_ways() -> None:
     kinds = {"layer_types": ["mamba", "attention"] * 2}
     assert described("granitemoehybrid", kinds) == described("granitemoehybrid", {})
     assert described("nemotronh", {"hybrid_override_pattern": "M-*-"}) == described("nemotronh", {})
+    assert described("nemotronh experts", {"hybrid_override_pattern": "ME*E-"}) == described("nemotronh experts", {})
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,9 @@ def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
         ("bamba", {"attn_layer_indices": []}, "some layer must be 'full_attention'"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' .* rope, nope"),
         ("granitemoehybrid", {"num_local_experts": -1}, "num_local_experts=-1"),
-        ("nemotronh", {"layer_types": ["linear_attention", "moe", "full_attention"]}, "no experts without gates"),
+        ("nemotronh experts", {"moe_latent_size": 0}, "moe_latent_size=0 .* must be an integer of at least 1"),
+        ("nemotronh experts", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 .* at most the number of experts, 6"),
+        ("nemotronh experts", {"n_group": 4, "topk_group": 2}, "n_group=4 .* must divide 6 experts into groups"),
         ("nemotronh", {"layer_types": ["linear_attention", "mlp"]}, "some layer must be 'full_attention'"),
         ("nemotronh", {"n_groups": 3}, "n_groups=3 .* must be a divisor of mamba_num_heads=8"),
     ],

@@ -54,6 +54,20 @@ SMALL = {
         (128, 128, 2, 4, 4, 64, False, 512),
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     ),
+    "nemotron-3-nano": (
+        (128, 128, 4, 4, 2, 32, False, 512),
+        {
+            "hybrid_override_pattern": "ME*E",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 512), {}),
 }  # published shapes, with these sizes and settings instead
 PROMPTS = [[5, 400, 17, 3, 250], [9] * 9]
@@ -131,8 +145,9 @@ def test_the_same_tokens_from_the_shape_its_checkpoint_and_transformers(
         [
             ("30b-a3b", "fp8"), ("30b-a3b", "int4"), ("30b-a3b", "int8"), ("30b-a3b", "mxfp4"), ("tiny", "int4"),
             ("phi4-14b", "fp8"), ("phi4-14b", "mxfp4"), ("qwen3.5-35b-a3b", "fp8"), ("gpt-oss-20b-mxfp4", "mxfp4"),
+            *(("nemotron-3-nano", kind) for kind in ("int4", "int8", "fp8", "mxfp4")),
         ],
-        1, 5, 8,
+        1, 5, 8, 9,
     ),
 )  # fmt: skip
 def test_each_format_is_read_as_it_was_rounded(

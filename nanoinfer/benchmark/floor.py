@@ -172,6 +172,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
     All matrices of a branch count as of the last one's format.
     """
     names, experts, inputs = model.names, model.experts, model.layer_inputs
+    parts = _mlp_matrices(model)
     of_queries = (3 if model.output_gate else 2) * model.num_heads
     attending = iter(model.attending)
     counts: Counter[Format] = Counter()
@@ -190,12 +191,20 @@ def _layer_weights(model: Description) -> Counter[Format]:
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
         elif not isinstance(mixer, NoMixer):
             add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
-        add(prefix + names.down, (3 if model.is_gated else 2) * mlp_size)
-        if experts is not None and experts.layers[layer] and experts.shared_size is not None:
-            add(f"{prefix}{names.shared_experts[0]}.down_proj", 3 * experts.shared_size)
+        add(prefix + names.down, parts * mlp_size)
+        if experts is not None and experts.layers[layer]:
+            if experts.shared_size is not None:
+                add(f"{prefix}{names.shared_experts[0]}.down_proj", parts * experts.shared_size)
+            if experts.latent_size is not None:
+                add(prefix + names.expert_latents[1], 2 * experts.latent_size)
         if inputs is not None:
             add(prefix + inputs.output, 3 * inputs.size)
     return +counts
+
+
+def _mlp_matrices(model: Description) -> int:
+    """Return how many matrices an MLP has, or an expert."""
+    return 3 if model.is_gated else 2
 
 
 def _router_weights(model: Description) -> int:
@@ -207,8 +216,9 @@ def _expert_weights(model: Description) -> Counter[Format]:
     """Count the numbers in the weights of all experts of all layers, by their formats."""
     counts: Counter[Format] = Counter()
     if (experts := model.experts) is not None:
+        of_one = _mlp_matrices(model) * experts.size * (experts.latent_size or model.hidden_size)
         for layer in (number for number, is_sparse in enumerate(experts.layers) if is_sparse):
-            counts[model.expert_format(layer)] += experts.count * 3 * experts.size * model.hidden_size
+            counts[model.expert_format(layer)] += experts.count * of_one
     return counts
 
 

@@ -61,6 +61,11 @@ GLM_LITE = {
     "qk_nope_head_dim": 192, "v_head_dim": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
     "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+NEMOTRON_3 = {
+    "model_type": "nemotron_h", "max_position_embeddings": 262144, "layer_norm_epsilon": 1e-5,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
+    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "max_position_embeddings": 2048}
 GPT2 = {"model_type": "gpt2", "max_position_embeddings": 2048}  # twice its own, so that the workloads fit
 BERT = {"model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 512, "pad_token_id": 0}
@@ -158,6 +163,16 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     ),
     "deepseek-v2-lite": ((2048, 10944, 27, 16, 16, 64, False, 102400), DEEPSEEK_V2),
     "glm-4.7-flash": ((2048, 10240, 47, 20, 20, 64, False, 154880), GLM_LITE),
+    "nemotron-3-nano": (
+        (2688, 1856, 52, 32, 2, 128, False, 131072),
+        {
+            **NEMOTRON_3,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+        },
+    ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 151936), vision.TEXT),
     "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), vision.TEXT),
@@ -173,6 +188,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }  # fmt: skip
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # what config.json calls their number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
@@ -11,6 +12,7 @@ from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.rope import read_max_position, read_rope
 from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
 from nanoinfer.weights.formats.table import read_formats
+from nanoinfer.weights.names import AS_STORED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,7 +55,7 @@ def describe_common(
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
         "mixers": (None,) * config.num_hidden_layers,
-        "formats": read_formats(config),
+        "formats": replace(read_formats(config), spelling=own.get("spelling", AS_STORED)),
     }
     if "kv_heads" not in own:
         fields["kv_heads"] = (KVHeads(kv_count_of(config), head_dim),) * config.num_hidden_layers

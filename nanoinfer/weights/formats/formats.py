@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
@@ -12,7 +13,7 @@ from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.rotated.format import Rotation, rotated
 from nanoinfer.weights.formats.settings import EXPRESSION, check_patterns
-from nanoinfer.weights.names import LANGUAGE_MODEL
+from nanoinfer.weights.names import AS_STORED, LANGUAGE_MODEL, Spelling
 from nanoinfer.weights.shards import Section
 
 ALL = EXPRESSION  # the pattern of all names
@@ -27,19 +28,25 @@ class Formats:
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
     rotations: of the inputs and outputs of matrices, whatever their format
+    spelling: patterns hold for names in the table, and for those that checkpoints of this spelling have instead
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
     rotations: tuple[Rotation, ...] = ()
+    spelling: Spelling = AS_STORED
 
     def of(self, module: str) -> Format:
-        """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
-        parts = module.split(".")
-        begins_and_ends = (".".join(some) for cut in range(len(parts)) for some in (parts[: cut + 1], parts[cut:]))
-        numbers = [self._by_name[part] for part in begins_and_ends if part in self._by_name]
-        numbers += [number for number, expression in self._expressions if expression.match(module)]
+        """Return the format of a module's matrix; module: the name in the table, without ".weight\""""
+        numbers = [number for name in {module, self.spelling.stored_name(module)} for number in self._numbers(name)]
         format = self.rules[min(numbers)][1] if numbers else PLAIN
         return rotated(format, self.rotations, module) if self.rotations else format
+
+    def _numbers(self, name: str) -> Iterator[int]:
+        """Yield the numbers of the rules that hold for a module of this name."""
+        parts = name.split(".")
+        begins_and_ends = (".".join(some) for cut in range(len(parts)) for some in (parts[: cut + 1], parts[cut:]))
+        yield from (self._by_name[part] for part in begins_and_ends if part in self._by_name)
+        yield from (number for number, expression in self._expressions if expression.match(name))
 
     def rotates(self, module: str) -> bool:
         """Return whether the inputs or outputs of a module's matrix are rotated."""
@@ -73,7 +80,7 @@ class Formats:
             return re.sub(rf"{part}\\?\.", "", pattern, count=1)  # an expression has a backslash before the dot
 
         rules = tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules)
-        return Formats(rules, tuple(rotation.renamed(known) for rotation in self.rotations))
+        return replace(self, rules=rules, rotations=tuple(rotation.renamed(known) for rotation in self.rotations))
 
     @cached_property
     def quantized(self) -> tuple[Format, ...]:
