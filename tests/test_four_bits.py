@@ -115,6 +115,7 @@ def test_shares_that_no_group_cuts() -> None:
 
 
 EXPERTS = {"moe_intermediate_size": 96}
+WITHOUT_GATES = {"moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16}
 
 
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
@@ -125,6 +126,19 @@ def test_experts(name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None
     folder, dense = write("qwen3moe", PUBLISHED[name], **EXPERTS)
     llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
     assert tokens_of(llm) == tokens_of(make_llm(dense, **OPTIONS))
+
+
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize(
+    "name",
+    [*whole_only(["int4 with zeros"]), "gptq", *whole_only(["gptq act order", "awq", "nvfp4", "mxfp4", "int8 groups"])],
+)
+def test_experts_without_gates(name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None:
+    """Beside Mamba2, whose projections are in the format, too."""
+    folder, dense = write("nemotronh experts", PUBLISHED[name], **EXPERTS, **WITHOUT_GATES)
+    options = {**OPTIONS, "kvcache_block_size": 64}
+    llm = make_llm(folder, **options, tensor_parallel_size=ranks)
+    assert tokens_of(llm) == tokens_of(make_llm(dense, **options))
 
 
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])

@@ -118,13 +118,13 @@ def write(tmp_path: Path) -> Callable[..., tuple[str, str]]:
 
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("family", [*whole_only(["qwen3", "phi3"]), "qwen3moe"])
+@pytest.mark.parametrize("family", [*whole_only(["qwen3", "phi3", "nemotronh experts"]), "qwen3moe"])
 def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     family: str, config: dict[str, Any], ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
 ) -> None:
     folder, dense = write(family, config)
     oracle = Oracle(dense)
-    llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
+    llm = make_llm(folder, **{**OPTIONS, **CASES[family].small}, tensor_parallel_size=ranks)
     assert tokens_of(llm) == [oracle.greedy(prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS]
 
 

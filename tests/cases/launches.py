@@ -40,7 +40,16 @@ from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.launch import recording
-from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, Function, Ungated, activate, xielu
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    AnyActivation,
+    ClampedSwiGLU,
+    Function,
+    Ungated,
+    activate,
+    rows_per_output,
+    xielu,
+)
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.groups.dense import dequantize
@@ -68,6 +77,7 @@ CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
 QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 12288)}
 PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (4096,)}
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
+NEMOTRON_3, RELU2 = (128, 6, 2688, 1856), Ungated("relu2")  # whose experts have no gates
 VOCABULARY = 151_936
 TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
 CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
@@ -222,11 +232,12 @@ def mlps(
     shape: tuple[int, int, int, int],
     tokens: int,
     dtype: torch.dtype,
-    activation: Activation,
+    activation: AnyActivation,
 ) -> None:
     """Compute a layer's experts, which have biases if gates are clamped."""
     count, used, hidden_size, size = shape
-    gate_up, down = weigh(dtype, count, 2 * size, hidden_size), weigh(dtype, count, hidden_size, size)
+    gate_up = weigh(dtype, count, rows_per_output(activation) * size, hidden_size)
+    down = weigh(dtype, count, hidden_size, size)
     routes = Routes(numbers(tokens, used), empty(tokens, used))
     biases = {"gate_up_bias": empty(count, 2 * size), "down_bias": empty(count, hidden_size)}
     x = empty(tokens, hidden_size, dtype=dtype)
@@ -485,6 +496,10 @@ def of_experts() -> Iterator[Launch]:
         often = often_if((kind, tokens) == ("plain", 4000))
         call = partial(mlps, kinds[kind], QWEN3_30B, tokens, dtype, "silu")
         yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
+    for kind, tokens in (*product(("plain",), SIZES), ("fp8", 1), ("fp8", 4000)):
+        shape = NEMOTRON_3 if kind == "plain" else QWEN3_30B  # in FP8, no block of 128 fits the former
+        call = partial(mlps, kinds[kind], shape, tokens, BF16, RELU2)
+        yield Launch(f"{kind} of {tokens} without gates", call, often_if((kind, tokens) == ("plain", 1)))
     for dtype, count in product((BF16, FP32), (64, 512)):
         yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, Routing(8)))
     by_logits = Routing(8, "sigmoid", corrects_logits=True)
@@ -501,6 +516,9 @@ def of_group_experts() -> Iterator[Launch]:
     for kind, (tokens, dtype) in of_kinds:
         call = partial(mlps, GROUPINGS[kind].experts, QWEN3_30B, tokens, dtype, "silu")
         yield Launch(f"{kind} of {tokens} in {dtype}", call)
+    for kind, tokens in product(("int4 g64 zeros", "int8 rows"), (1, 4000)):
+        call = partial(mlps, GROUPINGS[kind].experts, NEMOTRON_3, tokens, BF16, RELU2)
+        yield Launch(f"{kind} of {tokens} without gates", call)
     yield Launch("gpt-oss of 300", partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, 300, BF16, CLAMPED), "often")
     yield Launch("int4 rows, tiny", partial(mlps, GROUPINGS["int4 rows"].experts, TINY, 300, FP32, "silu"))
 
