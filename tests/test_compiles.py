@@ -40,7 +40,9 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_norm_kernel": 16,
     "_shared_kernel": 416,  # as many
     "_shrink_kernel": 20,  # in float32
+    "_tiles_kernel: fp8 of 4000 without gates": 16,
     "_tiles_kernel: int4 g64 zeros of 4000 in torch.bfloat16": 12,  # by Triton 3.9
+    "_tiles_kernel: int4 g64 zeros of 4000 without gates": 32,
     "_tiles_kernel: int4, experts of 4000 with adapters": 44,
     "_tiles_kernel: int4 g128, down of 300 in torch.bfloat16": 20,
     "_tiles_kernel: int4 g32, down of 300 in torch.bfloat16": 60,

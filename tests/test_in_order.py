@@ -35,7 +35,14 @@ from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, Fp8Weight, quantize
 from nanoinfer.kernels.launch import recording
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    AnyActivation,
+    Ungated,
+    gate_mul_reference,
+    gate_mul_triton,
+    rows_per_output,
+)
 from nanoinfer.kernels.linear.in_order import weight as in_order
 from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Grouping, WeightShape, sizes_alike
 from nanoinfer.kernels.linear.in_order.weight import (
@@ -295,18 +302,23 @@ class TestExperts:
         ],
         ids=str,
     )
+    @pytest.mark.parametrize("activation", ["silu", *whole_only([Ungated("relu2")])], ids=str)
     def test_they_have_the_same_bits(
-        self, form: Form, sizes: tuple[int, int, int, int], dtype: torch.dtype, has_biases: bool
+        self,
+        activation: AnyActivation,
+        form: Form,
+        sizes: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        has_biases: bool,
     ) -> None:
         """For any number of tokens, and so for tiles of any size."""
         count, used, hidden_size, size = sizes
         x, routes = randn(3000, hidden_size, dtype=dtype), routes_of(3000, count, used)
-        gate_up, down = (
-            draw(form, count, *shape, dtype=dtype) for shape in ((2 * size, hidden_size), (hidden_size, size))
-        )
-        of_each = {"gate_up_bias": 2 * size, "down_bias": hidden_size} if has_biases else {}
+        rows = rows_per_output(activation) * size
+        gate_up, down = (draw(form, count, *shape, dtype=dtype) for shape in ((rows, hidden_size), (hidden_size, size)))
+        of_each = {"gate_up_bias": rows, "down_bias": hidden_size} if has_biases else {}
         biases = {name: randn(count, features, dtype=dtype) for name, features in of_each.items()}
-        how = {"gate_up": gate_up, "down": down, "activation": "silu", "in_order": True, **biases}
+        how = {"gate_up": gate_up, "down": down, "activation": activation, "in_order": True, **biases}
         multiply = partial(expert_mlps_triton, **how)
         whole = multiply(x, routes)
         for tokens in (1, 2, 7, 9, 16, 33, 40, 100, 300, 700, 1000):
@@ -363,11 +375,13 @@ class TestExperts:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("used", [1, 3])
+@pytest.mark.parametrize(
+    ("used", "function"), [(1, "silu"), (3, Ungated("relu2")), *whole_only([(3, "silu")])], ids=str
+)
 def test_the_check_of_experts_compares_tiles_of_all_sizes(
-    used: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+    used: int, function: AnyActivation, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrices = WeightShape(2 * 48, 64), WeightShape(64 // ranks, 48 * ranks)
+    matrices = WeightShape(rows_per_output(function) * 48, 64), WeightShape(64 // ranks, 48 * ranks)
     tiles: set[int] = set()
 
     def check(wrong: int | None) -> None:
@@ -375,7 +389,7 @@ def test_the_check_of_experts_compares_tiles_of_all_sizes(
             x: torch.Tensor,
             routes: Routes,
             *weights: torch.Tensor,
-            activation: Activation,
+            activation: AnyActivation,
             in_order: bool,
             gather: Gather,
         ) -> torch.Tensor:
@@ -389,7 +403,7 @@ def test_the_check_of_experts_compares_tiles_of_all_sizes(
             return exact.float().round(decimals=3) + (tile == wrong)
 
         monkeypatch.setattr("nanoinfer.kernels.experts.in_order.expert_mlps_triton", multiply)
-        check_order.__wrapped__(*matrices, used, "silu", torch.float32, torch.device(DEVICE))
+        check_order.__wrapped__(*matrices, used, function, torch.float32, torch.device(DEVICE))
 
     check(None)
     assert tiles == {16, 32, 64, 128}
