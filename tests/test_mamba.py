@@ -28,6 +28,7 @@ from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_trit
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.description import Description
+from nanoinfer.models.ranks import check_ranks
 
 Shape = tuple[int, int, int, int]  # heads, numbers of each, groups, and numbers that a state has for each input
 
@@ -228,6 +229,13 @@ def test_configs_name_layers_in_older_ways() -> None:
     assert described("granitemoehybrid", kinds) == described("granitemoehybrid", {})
     assert described("nemotronh", {"hybrid_override_pattern": "M-*-"}) == described("nemotronh", {})
     assert described("nemotronh experts", {"hybrid_override_pattern": "ME*E-"}) == described("nemotronh experts", {})
+
+
+def test_ranks_need_not_divide_the_size_of_mlps_that_no_layer_has() -> None:
+    odd = {"intermediate_size": 63, "layer_types": ["moe", "full_attention", "linear_attention"]}
+    check_ranks(described("nemotronh experts", odd), 2)
+    with pytest.raises(ValueError, match="intermediate_size=63 is not divisible by it"):
+        check_ranks(described("nemotronh experts", {**odd, "layer_types": ["moe", "full_attention", "mlp"]}), 2)
 
 
 @pytest.mark.parametrize(

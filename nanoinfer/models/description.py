@@ -429,8 +429,7 @@ class Description:
     def intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
-        has_none = experts is not None and experts.beside is None and all(experts.layers)
-        sizes = {} if has_none else {"intermediate_size": self.intermediate_size}
+        sizes = {"intermediate_size": self.intermediate_size} if any(self.mlp_sizes) else {}
         if experts is not None:
             sizes["moe_intermediate_size"] = experts.size
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
