@@ -33,7 +33,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in a
 
 @dataclass(frozen=True)
 class NoMixer:
-    """A layer that lets no token see another: it has an MLP alone."""
+    """A layer that lets no token see another: it has an MLP alone, or experts."""
 
     divided: ClassVar[dict[str, int]] = {}
 

@@ -79,7 +79,7 @@ class ParallelLayer(nn.Module):
 
 
 class OneBranchLayer(nn.Module):
-    """A layer with one branch, as in Nemotron-H (NVIDIA, 2025): its mixer, or its MLP."""
+    """A layer with one branch, as in Nemotron-H (NVIDIA, 2025): its mixer, or its MLP or experts."""
 
     def __init__(self, joint: Joint, mixer: Mixer | None, mlp: AnyMLP | None) -> None:
         super().__init__()
