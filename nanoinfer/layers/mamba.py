@@ -1,16 +1,18 @@
-"""Mamba2 (Dao and Gu, 2024), as layers of Granite 4 and Bamba apply it."""
+"""Mamba2 (Dao and Gu, 2024), as layers of Granite 4 and Falcon-H1 apply it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.attention.cache_layout import State
 from nanoinfer.attention.context import Context
-from nanoinfer.kernels.delta.gated_norm import gated_norm
+from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.mamba.decode import mamba_rows
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
 from nanoinfer.layers.convolution import CausalConvolution
@@ -30,7 +32,8 @@ class Mamba2:
     width: the convolution's; a token sees so many inputs, its own the last
     limits: of a token's step
     conv_bias, bias: the convolution, and the projections, have biases
-    module: the mixer's, in the checkpoint; groups_field: what the config calls the groups
+    module: the mixer's, in the checkpoint; heads_field, groups_field: what the config calls their numbers
+    norm: of what the heads put out: it comes behind the gate, or before it, or there is none
     """
 
     heads: int
@@ -43,11 +46,18 @@ class Mamba2:
     bias: bool = False
     module: str = "mamba"
     groups_field: str = "mamba_n_groups"
+    heads_field: str = "mamba_n_heads"
+    norm: Literal["behind", "before"] | None = "behind"
 
     @property
     def divided(self) -> dict[str, int]:
         """What ranks divide, as configs name it."""
-        return {self.groups_field: self.groups}
+        return {self.heads_field: self.heads}
+
+    def groups_of(self, rank: int, ranks: int) -> range:
+        """Return the groups of a rank's heads; several ranks may have heads of one."""
+        first = rank * self.groups // ranks
+        return range(first, first + max(self.groups // ranks, 1))
 
     @property
     def inner(self) -> int:
@@ -66,11 +76,12 @@ class Mamba2:
 
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
-        return State(self.channels // ranks, self.width, (self.heads // ranks, self.dim, self.numbers))
+        channels = self.inner // ranks + 2 * len(self.groups_of(0, ranks)) * self.numbers
+        return State(channels, self.width, (self.heads // ranks, self.dim, self.numbers))
 
 
 class Mamba2Mixer(nn.Module):
-    """The layer: each rank has a share of the groups, and their heads."""
+    """The layer: each rank has a share of the heads, and what lets the same numbers in and out of them."""
 
     def __init__(
         self,
@@ -84,28 +95,43 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; formats: as for linear layers"""
         super().__init__()
-        self.prefix, self.layer, self.sizes, self.norm_eps = prefix, layer, sizes, norm_eps
-        groups, heads = sizes.groups, sizes.heads // tp.size
-        inputs, numbers = (groups, sizes.inner // groups), (groups, sizes.numbers)
-        together = stacked(f"{prefix}in_proj", inputs, inputs, numbers, numbers, (groups, sizes.heads // groups))
-        self._parts = [sizes.inner // tp.size, sizes.channels // tp.size, heads]
+        self.prefix, self.layer, self.sizes, self.norm_eps, self.tp = prefix, layer, sizes, norm_eps, tp
+        heads, self.groups = sizes.heads // tp.size, sizes.groups_of(tp.rank, tp.size)
+        inputs, numbers = (sizes.heads, sizes.dim), (sizes.groups, sizes.numbers)
+        together = stacked(f"{prefix}in_proj", inputs, inputs, numbers, numbers, (sizes.heads, 1))
+        self._parts = [sizes.inner // tp.size, sizes.state(tp.size).channels, heads]
         self.in_proj = ColumnParallelLinear(together, hidden_size, tp, sizes.bias, formats)
         channels = stacked(f"{prefix}conv1d", inputs, numbers, numbers)
         self.convolution = CausalConvolution(layer, channels, sizes.width, tp, sizes.conv_bias)
-        self.groups, self.first_head, self.first_input = groups // tp.size, tp.rank * heads, tp.rank * self._parts[0]
+        self.first_head, self.first_input = tp.rank * heads, tp.rank * self._parts[0]
         self.log_decay, self.dt_bias, self.skips = (
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(3)
         )
-        self.norm = nn.Parameter(torch.empty(self._parts[0]), requires_grad=False)
+        self.norm = None if sizes.norm is None else nn.Parameter(torch.empty(self._parts[0]), requires_grad=False)
         self.out_proj = RowParallelLinear(f"{prefix}out_proj", sizes.inner, hidden_size, tp, sizes.bias, formats)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         projected, residual = self.in_proj(x, residual, joint, adapters=context.adapters)
         gate, xbc, dt = projected.split(self._parts, dim=-1)
-        heads = self._recall(xbc, dt, context).flatten(1).unflatten(1, (self.groups, -1))
-        normed = gated_norm(heads, gate, self.norm, self.norm_eps, gates_first=True)
+        heads = self._recall(xbc, dt, context).flatten(1).unflatten(1, (len(self.groups), -1))
+        gates_first = self.sizes.norm == "behind"
+        squares = self._mean_squares(heads, gate if gates_first else None)
+        normed = gated_norm(heads, gate, self.norm, self.norm_eps, gates_first, squares)
         return self.out_proj(normed, adapters=context.adapters), residual
+
+    def _mean_squares(self, heads: Tensor, gate: Tensor | None) -> Tensor | None:
+        """Return the mean squares of a group of which other ranks have heads, too, [tokens, 1]; None: they have none.
+
+        heads, gate: as for part_of_mean_squares; the ranks call this together, and each adds to its own group's column
+        """
+        groups = self.sizes.groups
+        if self.norm is None or groups >= self.tp.size:
+            return None
+        part, group = part_of_mean_squares(heads, gate, self.sizes.inner // groups), self.groups.start
+        if groups == 1:
+            return self.tp.all_reduce(part)
+        return self.tp.all_reduce(F.pad(part, (group, groups - 1 - group)))[:, group : group + 1]
 
     def _recall(self, xbc: Tensor, dt: Tensor, context: Context) -> Tensor:
         """Let the states take in a step's tokens; returns what they answer, [tokens, heads, dim]."""
@@ -113,7 +139,7 @@ class Mamba2Mixer(nn.Module):
         assert states is not None
         inputs, matrices = states.layers[self.layer]
         assert matrices is not None
-        parameters, how = (self.log_decay, self.dt_bias, self.skips), (self.groups, self.sizes.limits)
+        parameters, how = (self.log_decay, self.dt_bias, self.skips), (len(self.groups), self.sizes.limits)
         if states.chunks is not None:
             convolved = self.convolution(xbc, context, silu=True)
             return mamba_chunks(convolved, dt, *parameters, matrices, states.chunks, *how)
@@ -130,4 +156,5 @@ class Mamba2Mixer(nn.Module):
         }
         for name, (values, fill) in fills.items():
             yield Shard(f"{self.prefix}{name}", values, (self.sizes.heads,), self.first_head, random=fill)
-        yield Shard(f"{self.prefix}norm.weight", self.norm, (self.sizes.inner,), self.first_input, random="ones")
+        if self.norm is not None:
+            yield Shard(f"{self.prefix}norm.weight", self.norm, (self.sizes.inner,), self.first_input, random="ones")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.kernels.linear.cpu.in_parts import ALIGNMENT, AT_ONCE, PARTS
+from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import find_uneven
 from nanoinfer.parallel.group import MAX_RANKS
@@ -22,10 +23,10 @@ def check_ranks(model: Description, ranks: int) -> None:
             raise ValueError(
                 f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor: {divisors}"
             )
-    for count in _kv_counts(model):
+    for name, count in [*(("num_key_value_heads", count) for count in _kv_counts(model)), *_groups(model).items()]:
         if count % ranks and ranks % count:
             raise ValueError(
-                f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
+                f"tensor_parallel_size={ranks}: {name}={count} neither divides it nor is"
                 " divided by it; use a divisor or a multiple"
             )
     if model.qkv_layout != "stacked" and (runs := _runs_of_heads(model)) % ranks:
@@ -99,6 +100,11 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
 def _runs_of_heads(model: Description) -> int:
     """Return in how many runs one tensor has queries, each with its keys and values."""
     return 4 if model.qkv_layout == "quarters" else min(_kv_counts(model))
+
+
+def _groups(model: Description) -> dict[str, int]:
+    """Return how many groups the heads of Mamba2 have, as configs name it; a rank has some of them, or part of one."""
+    return {mixer.groups_field: mixer.groups for mixer in model.mixers if isinstance(mixer, Mamba2)}
 
 
 def _kv_counts(model: Description) -> list[int]:
