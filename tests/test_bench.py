@@ -579,6 +579,7 @@ def test_the_floor_counts_states() -> None:
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
         ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
+        ("granite-4-h-tiny", 6.94), ("falcon-h1-7b", 7.59),
         ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
         ("glm-4.5-air", 106.9), ("deepseek-v2-lite", 15.7), ("glm-4.7-flash", 29.9),
         ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23), ("nemotron-3-nano", 31.57),

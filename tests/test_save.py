@@ -31,6 +31,7 @@ MIXTURE = (128, 128, 2, 4, 2, 32, False, 512)
 DELTA = {f"linear_{what}": size for what, size in (
     ("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 32), ("value_head_dim", 32),
 )}  # fmt: skip
+MAMBA = {"mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 SMALL = {
     "qwen2.5-7b": (DENSE, {}),
@@ -49,6 +50,18 @@ SMALL = {
     "qwen3.5-0.8b": (DEEP, DELTA),
     "qwen3.5-35b-a3b": (DEEP, {**DELTA, **FEW, "shared_expert_intermediate_size": 128}),
     "qwen3-next-80b": (DEEP, {**DELTA, **FEW, "shared_expert_intermediate_size": 128}),
+    "granite-4-h-tiny": (
+        MIXTURE,
+        {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 128,
+            "mamba_n_heads": 8,
+            **MAMBA,
+        },
+    ),
+    "falcon-h1-7b": (DENSE, {"mamba_n_heads": 6, "mamba_d_ssm": 192, **MAMBA}),
     "glm-4.5-air": (MIXTURE, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
     "glm-4.7-flash": (
         (128, 128, 2, 4, 4, 64, False, 512),

@@ -32,13 +32,16 @@ from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.runner.start.trials import Trials
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
-NAMES = ["qwen3.5", *(pytest.param(name, marks=pytest.mark.whole) for name in ("lfm2", "bamba", "nemotronh"))]
+NAMES = [
+    "qwen3.5",
+    *(pytest.param(name, marks=pytest.mark.whole) for name in ("lfm2", "bamba", "nemotronh", "falconh1")),
+]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {}
-    for name in ("qwen3.5", "lfm2", "bamba", "nemotronh"):
+    for name in ("qwen3.5", "lfm2", "bamba", "nemotronh", "falconh1"):
         made[name] = str(tmp_path_factory.mktemp("states"))
         build(CASES[name], Path(made[name]))
     return made
@@ -345,7 +348,9 @@ def test_options_that_do_not_go_with_them(
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid", "bamba", "nemotronh"]), 0))
+@pytest.mark.parametrize(
+    "name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid", "bamba", "nemotronh", "falconh1"]), 0)
+)
 def test_no_bit_depends_on_company(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Fresh, from snapshots, and in chunks beside others: each token is computed alone."""
     build(CASES[name], tmp_path)
@@ -365,7 +370,9 @@ def test_no_bit_depends_on_company(name: str, make_llm: Callable[..., LLM], tmp_
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
-@pytest.mark.parametrize("name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid", "bamba", "nemotronh"]), 0, 1))
+@pytest.mark.parametrize(
+    "name", of_each_kind(zip(["qwen3.5", "lfm2", "olmohybrid", "bamba", "nemotronh", "falconh1"]), 0, 1)
+)
 def test_beams_take_copies_of_states(name: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """A beam's children go on from its state; prompts end before a boundary of chunks, there, and behind it."""
     oracle = SimpleNamespace(model=build(CASES[name], tmp_path))

@@ -59,7 +59,7 @@ class State:
         return self.channels * self.width * input_size + matrices * number_size
 
 
-Memory = Pages | State
+Memory = Pages | State | tuple[Pages, State]  # the last one's layer has attention beside a recurrence
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,20 @@ def usual_block_size(device: str, has_states: bool) -> int:
     return max(LEAST_BLOCK_SIZE, CHUNK if has_states else 1)
 
 
+def pages_of(memory: Memory | None) -> Pages | None:
+    """Return a layer's pages; None: it has none."""
+    own = memory[0] if isinstance(memory, tuple) else memory
+    return own if isinstance(own, Pages) else None
+
+
+def _state_of(memory: Memory | None) -> State | None:
+    own = memory[1] if isinstance(memory, tuple) else memory
+    return own if isinstance(own, State) else None
+
+
 def kinds_of(memory: Iterable[Memory | None]) -> list[Pages]:
     """Return the pages of each group of layers, in the order of the groups. memory: as for lay_out"""
-    kinds = [pages for pages in dict.fromkeys(memory) if isinstance(pages, Pages)]
+    kinds = [pages for pages in dict.fromkeys(map(pages_of, memory)) if pages is not None]
     return sorted(kinds, key=lambda pages: pages.window is not None)
 
 
@@ -270,7 +281,7 @@ def lay_out(
 ) -> CacheLayout:
     """Let layers that remember alike form groups, and find blocks in which each group wastes little.
 
-    memory: of each layer, on one rank; some have pages, and None has nothing of its own
+    memory: of each layer, on one rank; some have pages, some a state, or both; None has nothing of its own
     block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
     unit: with several groups, each group's blocks have a multiple of so many tokens
     draft: of each layer of a draft model; their numbers come behind the model's
@@ -280,7 +291,7 @@ def lay_out(
         return CacheLayout((), block_size, block_size, 0, 0)
     kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
     memory += draft
-    layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}
+    layers = {kind: tuple(layer for layer, own in enumerate(memory) if pages_of(own) == kind) for kind in kinds}
     packing = pack([LayerKind(kind.count * len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
     return CacheLayout(
         groups=tuple(CacheGroup(layers[kind], kind, size) for kind, size in zip(kinds, packing.sizes, strict=True)),
@@ -288,5 +299,5 @@ def lay_out(
         prefix_size=packing.prefix_size,
         slice_numbers=packing.slice_numbers,
         slices=packing.slices,
-        states=tuple((layer, state) for layer, state in enumerate(memory) if isinstance(state, State)),
+        states=tuple((layer, state) for layer, own in enumerate(memory) if (state := _state_of(own)) is not None),
     )

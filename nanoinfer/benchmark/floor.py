@@ -18,6 +18,7 @@ from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.plain.format import PLAIN
@@ -186,10 +187,10 @@ def _layer_weights(model: Description) -> Counter[Format]:
             add(prefix + names.o, model.latent.projected)
             counts[model.formats.of(prefix + names.o)] += model.latent.query_weights
             counts[PLAIN] += model.latent.made_weights
-        elif mixer is None:
+        elif mixer is None or isinstance(mixer, BesideAttention):
             heads = next(attending)
             add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
-        elif not isinstance(mixer, NoMixer):
+        if mixer is not None and not isinstance(mixer, NoMixer):
             add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
         add(prefix + names.down, parts * mlp_size)
         if experts is not None and experts.layers[layer]:

@@ -66,6 +66,19 @@ NEMOTRON_3 = {
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
     "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+GRANITE_HYBRID = {
+    "model_type": "granitemoehybrid", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "position_embedding_type": "nope", "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125,
+    "residual_multiplier": 0.22, "logits_scaling": 6.0, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
+}  # fmt: skip
+FALCON_H1 = {  # whose factors are those of 0.5B
+    "model_type": "falcon_h1", "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "rope_theta": 1e11,
+    "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256, "mamba_norm_before_gate": False,
+    "embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625, "key_multiplier": 0.39062499999999994,
+    "attention_out_multiplier": 0.9375, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+}  # fmt: skip
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_pct": 0.25, "max_position_embeddings": 2048}
 GPT2 = {"model_type": "gpt2", "max_position_embeddings": 2048}  # twice its own, so that the workloads fit
 BERT = {"model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 512, "pad_token_id": 0}
@@ -150,6 +163,17 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 512,
         },
     ),
+    "granite-4-h-tiny": (
+        (1536, 512, 40, 12, 4, 128, True, 100352),
+        {
+            **GRANITE_HYBRID,
+            "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "shared_intermediate_size": 1024,
+        },
+    ),
+    "falcon-h1-7b": ((3072, 12288, 44, 12, 2, 128, False, 130048), {**FALCON_H1, "mamba_d_ssm": 3072}),
     "glm-4.5-air": (
         (4096, 10944, 46, 96, 8, 128, False, 151552),
         {
@@ -187,12 +211,13 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM", "falcon_h1": "FalconH1ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }  # fmt: skip
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # what config.json calls their number
-STACKED = "gemma4_text", "qwen3_5_moe_text"  # whose checkpoints, if plain, have a layer's experts in two tensors
+STACKED = "gemma4_text", "granitemoehybrid", "qwen3_5_moe_text"  # whose plain checkpoints have experts in two tensors
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 
 

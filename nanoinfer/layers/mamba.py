@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Fill, Shard
 
+NormPlace: TypeAlias = Literal["behind", "before"]  # seen from the gate
+
 
 @dataclass(frozen=True)
 class Mamba2:
@@ -31,9 +33,10 @@ class Mamba2:
     groups: divide heads, and are normalised each by itself; the heads of one let the same numbers in and out
     width: the convolution's; a token sees so many inputs, its own the last
     limits: of a token's step
-    conv_bias, bias: the convolution, and the projections, have biases
+    conv_bias, biases: the convolution has biases, and so have the first projection and the last one
     module: the mixer's, in the checkpoint; heads_field, groups_field: what the config calls their numbers
     norm: of what the heads put out: it comes behind the gate, or before it, or there is none
+    factors: of what the first projection makes: gates, inputs, what lets them in, and out, and steps; None: all are 1
     """
 
     heads: int
@@ -43,11 +46,12 @@ class Mamba2:
     width: int
     limits: tuple[float, float] = (0.0, float("inf"))
     conv_bias: bool = True
-    bias: bool = False
+    biases: tuple[bool, bool] = (False, False)
     module: str = "mamba"
     groups_field: str = "mamba_n_groups"
     heads_field: str = "mamba_n_heads"
-    norm: Literal["behind", "before"] | None = "behind"
+    norm: NormPlace | None = "behind"
+    factors: tuple[float, float, float, float, float] | None = None
 
     @property
     def divided(self) -> dict[str, int]:
@@ -83,6 +87,8 @@ class Mamba2:
 class Mamba2Mixer(nn.Module):
     """The layer: each rank has a share of the heads, and what lets the same numbers in and out of them."""
 
+    factors: Tensor | None
+
     def __init__(
         self,
         prefix: str,
@@ -100,7 +106,7 @@ class Mamba2Mixer(nn.Module):
         inputs, numbers = (sizes.heads, sizes.dim), (sizes.groups, sizes.numbers)
         together = stacked(f"{prefix}in_proj", inputs, inputs, numbers, numbers, (sizes.heads, 1))
         self._parts = [sizes.inner // tp.size, sizes.state(tp.size).channels, heads]
-        self.in_proj = ColumnParallelLinear(together, hidden_size, tp, sizes.bias, formats)
+        self.in_proj = ColumnParallelLinear(together, hidden_size, tp, sizes.biases[0], formats)
         channels = stacked(f"{prefix}conv1d", inputs, numbers, numbers)
         self.convolution = CausalConvolution(layer, channels, sizes.width, tp, sizes.conv_bias)
         self.first_head, self.first_input = tp.rank * heads, tp.rank * self._parts[0]
@@ -108,11 +114,22 @@ class Mamba2Mixer(nn.Module):
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(3)
         )
         self.norm = None if sizes.norm is None else nn.Parameter(torch.empty(self._parts[0]), requires_grad=False)
-        self.out_proj = RowParallelLinear(f"{prefix}out_proj", sizes.inner, hidden_size, tp, sizes.bias, formats)
+        self.register_buffer("factors", self._factors(), persistent=False)
+        self.out_proj = RowParallelLinear(f"{prefix}out_proj", sizes.inner, hidden_size, tp, sizes.biases[1], formats)
+
+    def _factors(self) -> Tensor | None:
+        """Return the factor of each number that the first projection makes here, in float32."""
+        if self.sizes.factors is None:
+            return None
+        inputs, _, heads = self._parts
+        counts = torch.tensor([inputs, inputs, *[len(self.groups) * self.sizes.numbers] * 2, heads])
+        return torch.tensor(self.sizes.factors, dtype=torch.float32).repeat_interleave(counts)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         projected, residual = self.in_proj(x, residual, joint, adapters=context.adapters)
+        if self.factors is not None:
+            projected.mul_(self.factors)
         gate, xbc, dt = projected.split(self._parts, dim=-1)
         heads = self._recall(xbc, dt, context).flatten(1).unflatten(1, (len(self.groups), -1))
         gates_first = self.sizes.norm == "behind"

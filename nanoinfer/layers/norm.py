@@ -177,11 +177,20 @@ class Joint(nn.Module):
         return add_norm(result, residual, pre)
 
 
-def add_branches(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of two branches' results, [tokens, size] or pieces each; pieces if one of them is."""
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return x, multiplied unless the factor is 1."""
+    return x if factor == 1 else x * factor
+
+
+def add_branches(x: Tensor, y: Tensor, factors: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return the sum of two branches' results, [tokens, size] or pieces each; pieces if one of them is.
+
+    factors: of the results
+    """
+    x = scaled(x, factors[0])
     if x.dim() == y.dim() == 2:
-        return x + y
-    return torch.cat([part.float().view(-1, *part.shape[-2:]) for part in (x, y)])
+        return x.add(y, alpha=factors[1])
+    return torch.cat([part.float().view(-1, *part.shape[-2:]) for part in (x, scaled(y, factors[1]))])
 
 
 def norm_of_sum(x: Tensor, norm: Norm, tp: TensorParallel) -> Tensor:

@@ -39,6 +39,7 @@ FAMILIES = {
     "Exaone4ForCausalLM": "exaone4.describe",
     "ExaoneMoeForCausalLM": "exaone4.describe_moe",
     "FalconForCausalLM": "classics.falcon.describe",
+    "FalconH1ForCausalLM": "mamba.falcon_h1.describe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
     "FlintForCausalLM": "mixtures.flint.describe",
     "Gemma2ForCausalLM": "gemma.gemma.describe_gemma2",

@@ -38,7 +38,6 @@ LACKING = {
     "BailingHybridForCausalLM": "lightning attention",
     "DeepseekV32ForCausalLM": "sparse indexers",
     "DeepseekV4ForCausalLM": "hyper-connections",
-    "FalconH1ForCausalLM": "layers of attention and Mamba2 side by side",
     "GlmMoeDsaForCausalLM": "sparse indexers",
     "JambaForCausalLM": "Mamba's first version",
     "KimiLinearForCausalLM": "Kimi Delta Attention",

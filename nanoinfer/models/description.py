@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.experts.route import Routing
-from nanoinfer.kernels.linear.activation import Activation, AnyActivation, ClampedSwiGLU, Ungated
+from nanoinfer.kernels.linear.activation import Activation, AnyActivation, ClampedSwiGLU, ScaledGate, Ungated
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.head_norm import HeadNorms
@@ -15,6 +15,7 @@ from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.mamba import Mamba2
+from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.layers.norm import RMS_NORM, NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.rotary import Rope
@@ -41,8 +42,8 @@ class NoMixer:
         """Return what a layer remembers: nothing."""
 
 
-# What a layer may have in place of attention.
-MixerSizes: TypeAlias = GatedDelta | Mamba2 | NoMixer | ShortConvolution
+# What a layer may have in place of attention, or beside it.
+MixerSizes: TypeAlias = BesideAttention | GatedDelta | Mamba2 | NoMixer | ShortConvolution
 # The norm of queries and keys goes over each head by itself, or over all heads at once, before they are rotated; or
 # over each head by itself, afterwards.
 QKNorm = Literal["head", "full", "rotated"]
@@ -190,9 +191,10 @@ class Description:
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
     residual_scale: factor of each branch's result; instead, layers keep the residual stream divided by it
+    mlp_scale: factor of a gated MLP's result
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
-    mixers: for each layer, what it has in place of attention; None: attention
+    mixers: for each layer, what it has in place of attention, or beside it; None: attention alone
     has_one_branch: a layer has its mixer alone, or where it has none, its MLP
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     alibi: the slopes of ALiBi's bias, one for each query head, see attention.context.Scoring; empty: the model has none
@@ -261,6 +263,7 @@ class Description:
     head_transform: HeadTransform | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    mlp_scale: float = 1.0
     logit_scale: float = 1.0
     score_cap: float | None = None
     logit_cap: float | None = None
@@ -315,13 +318,18 @@ class Description:
         """The activation of MLPs and experts, which says whether they have gates."""
         if self.is_gated:
             return self.activation
-        assert not isinstance(self.activation, ClampedSwiGLU)
+        assert not isinstance(self.activation, (ClampedSwiGLU, ScaledGate))
         return Ungated(self.activation)
+
+    @property
+    def attends(self) -> list[bool]:
+        """Whether each layer has attention."""
+        return [mixer is None or isinstance(mixer, BesideAttention) for mixer in self.mixers]
 
     @property
     def attention_windows(self) -> list[int | None]:
         """The windows of the layers that attend."""
-        return [window for window, mixer in zip(self.windows, self.mixers, strict=True) if mixer is None]
+        return [window for window, attends in zip(self.windows, self.attends, strict=True) if attends]
 
     @property
     def has_states(self) -> bool:
@@ -331,7 +339,7 @@ class Description:
     @property
     def attending(self) -> list[KVHeads]:
         """The heads of the layers that attend."""
-        return [heads for heads, mixer in zip(self.kv_heads, self.mixers, strict=True) if mixer is None]
+        return [heads for heads, attends in zip(self.kv_heads, self.attends, strict=True) if attends]
 
     @property
     def largest_head(self) -> int:
@@ -347,12 +355,13 @@ class Description:
 
         def of(layer: int) -> Memory | None:
             mixer, heads = self.mixers[layer], self.kv_heads[layer]
-            if mixer is not None:
+            if mixer is not None and not isinstance(mixer, BesideAttention):
                 return mixer.state(ranks)
             if heads.source is not None or self.is_encoder:
                 return None
             latent = None if self.latent is None else self.latent.latent
-            return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer], latent)
+            pages = Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer], latent)
+            return pages if mixer is None else (pages, mixer.state(ranks))
 
         return [of(layer) for layer in range(self.num_layers)]
 

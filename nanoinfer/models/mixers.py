@@ -1,4 +1,4 @@
-"""Mixers: what lets a layer's token see those before it: attention, or another that its description names."""
+"""Mixers: what lets a layer's token see those before it: attention, another that its description names, or both."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.latent_attention import LatentAttention
 from nanoinfer.layers.mamba import Mamba2, Mamba2Mixer
+from nanoinfer.layers.mamba_beside_attention import BesideAttention, MambaBesideAttention
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.self_attention import SelfAttention, over_cache, scoring_of, within_texts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
-Mixer: TypeAlias = "SelfAttention | LatentAttention | GatedDeltaMixer | Mamba2Mixer | ShortConvolutionMixer"
+Mixer: TypeAlias = (
+    "SelfAttention | LatentAttention | GatedDeltaMixer | Mamba2Mixer | MambaBesideAttention | ShortConvolutionMixer"
+)
 
 
 def make_mixer(
@@ -39,9 +42,13 @@ def make_mixer(
         return LatentAttention(
             f"{prefix}self_attn.", output, layer, model.latent, model.hidden_size, *attends, tp, model.formats
         )
-    if sizes is None:
-        return SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
     how = model.hidden_size, model.norm_eps, tp, model.formats
+    if sizes is None or isinstance(sizes, BesideAttention):
+        attention = SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)
+        if sizes is None:
+            return attention
+        mamba = Mamba2Mixer(f"{prefix}{sizes.mamba.module}.", layer, sizes.mamba, *how)
+        return MambaBesideAttention(sizes, attention, mamba, tp)
     if isinstance(sizes, GatedDelta):
         return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
     if isinstance(sizes, Mamba2):

@@ -18,7 +18,7 @@ from nanoinfer.layers.experts import (
 )
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
-from nanoinfer.layers.norm import Joint
+from nanoinfer.layers.norm import Joint, scaled
 from nanoinfer.layers.xielu import XIELU
 from nanoinfer.models.description import Description, MoEConfig
 from nanoinfer.parallel.shares import share_of
@@ -39,7 +39,7 @@ class MLP(nn.Module):
         names = tuple(prefix + name for name in model.names.gate_up)
         gate_up = side_by_side(names, (size // unit, size // unit), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.formats)
-        self.activation = model.activation
+        self.activation, self.scale = model.activation, model.mlp_scale
         down = prefix + model.names.down
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats, unit)
 
@@ -49,7 +49,8 @@ class MLP(nn.Module):
         """Return the branch's result, and the residual stream; the next joint adds the two."""
         later = self.down_proj.can_apply_activation(x.shape[-2], adapters)
         gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation, adapters)
-        return self.down_proj(gated, self.activation if later else None, adapters), residual
+        out = self.down_proj(gated, self.activation if later else None, adapters)
+        return scaled(out, self.scale), residual
 
 
 class UngatedMLP(nn.Module):

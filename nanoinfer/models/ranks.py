@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanoinfer.kernels.linear.cpu.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.mamba import Mamba2
+from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import find_uneven
 from nanoinfer.parallel.group import MAX_RANKS
@@ -104,7 +105,8 @@ def _runs_of_heads(model: Description) -> int:
 
 def _groups(model: Description) -> dict[str, int]:
     """Return how many groups the heads of Mamba2 have, as configs name it; a rank has some of them, or part of one."""
-    return {mixer.groups_field: mixer.groups for mixer in model.mixers if isinstance(mixer, Mamba2)}
+    mixers = (mixer.mamba if isinstance(mixer, BesideAttention) else mixer for mixer in model.mixers)
+    return {mixer.groups_field: mixer.groups for mixer in mixers if isinstance(mixer, Mamba2)}
 
 
 def _kv_counts(model: Description) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.cache_layout import Pages, kinds_of
+from nanoinfer.attention.cache_layout import kinds_of, pages_of
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.output_gate import gate_heads
 from nanoinfer.layers.attention import Attention, FullWidth
@@ -88,8 +88,8 @@ def over_cache(
     """Return the attention of a decoder's layer."""
     prefix, memory, heads = f"model.layers.{layer}.", model.memory(tp.size), model.kv_heads[layer]
     source = layer if heads.source is None else heads.source
-    pages = memory[source]
-    assert isinstance(pages, Pages)
+    pages = pages_of(memory[source])
+    assert pages is not None
     return Attention(
         f"model.layers.{source}.self_attn",
         tp,

@@ -23,8 +23,11 @@ def saved_part(table: Table, stacked: bool) -> Table:
 
     stacked: plain experts are stacks, where the table has these
     """
-    stacks = {name: shards for name, shards in table.items() if stacked and _is_plain_stack(shards[0])}
-    in_stacks = {name for shards in stacks.values() for name in shards[0].replaces}
+    stacks, in_stacks = dict[str, list[Shard]](), set[str]()
+    for name, shards in table.items():  # of two names of a stack, the first
+        if stacked and _is_plain_stack(shards[0]) and in_stacks.isdisjoint(shards[0].replaces):
+            stacks[name] = shards
+            in_stacks.update(shards[0].replaces)
     others = {name: shards for name, shards in table.items() if name not in in_stacks and _is_stored(shards[0])}
     return others | stacks
 

@@ -27,6 +27,21 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
 }
+FALCON = {
+    "mamba_n_heads": 6,
+    "mamba_d_ssm": 72,
+    "mamba_d_state": 24,
+    "num_hidden_layers": 3,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.35, 0.9, 0.7, 1.3, 0.8],
+    "mlp_multipliers": [0.88, 0.6],
+}
 NEMOTRON = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 12,
@@ -60,6 +75,27 @@ CASES = {
             "time_step_limit": [0.6, 1.0],
         },
     ),
+    "falconh1 norm before the gate, biases": Case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {
+            **FALCON,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falconh1 norm behind the gate": Case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {**FALCON, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "falconh1": Case("FalconH1ForCausalLM", "falcon_h1", FALCON),
     "nemotronh": Case("NemotronHForCausalLM", "nemotron_h", NEMOTRON),
     "nemotronh biases, branches in another order": Case(
         "NemotronHForCausalLM",

@@ -35,13 +35,21 @@ Function = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
+class ScaledGate:
+    """function(factor * gate) * up."""
+
+    function: Function
+    factor: float
+
+
+@dataclass(frozen=True)
 class Ungated:
     """An activation of all projections: no gate is among them."""
 
     function: Function
 
 
-Activation: TypeAlias = Function | ClampedSwiGLU  # of gates
+Activation: TypeAlias = Function | ClampedSwiGLU | ScaledGate  # of gates
 AnyActivation: TypeAlias = Activation | Ungated
 
 
@@ -55,7 +63,7 @@ def rows_per_output(activation: AnyActivation) -> int:
     return 1 if isinstance(activation, Ungated) else 2
 
 
-_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -110,7 +118,8 @@ def xielu_triton(x: Tensor, numbers: Tensor) -> Tensor:
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute act(gate) * up: [tokens, 2 * size], gate before up, to [tokens, size].
 
-    activation: as for activate; or a ClampedSwiGLU, the product with the up included, as in gpt-oss (OpenAI, 2025)
+    activation: as for activate; or a ClampedSwiGLU, the product with the up included, as in gpt-oss (OpenAI, 2025); or
+        a ScaledGate, as in Falcon-H1 (TII, 2025)
     """
     return gate_mul_triton(gate_up, activation) if gate_up.is_cuda else gate_mul_reference(gate_up, activation)
 
@@ -121,6 +130,8 @@ def gate_mul_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up + 1)
+    if isinstance(activation, ScaledGate):
+        gate, activation = gate * activation.factor, activation.function
     return _FUNCTIONS[activation](gate).mul_(up)
 
 
@@ -235,6 +246,8 @@ def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
         wide = tl.minimum(wide, ACTIVATION.limit)
         act = wide * tl.sigmoid(ACTIVATION.alpha * wide)
         up = tl.minimum(tl.maximum(up, -ACTIVATION.limit), ACTIVATION.limit) + 1.0
+    elif _is_scaled(ACTIVATION):
+        act = activate_block(wide * ACTIVATION.factor, ACTIVATION.function)
     else:
         act = activate_block(wide, ACTIVATION)
     return act.to(gate.dtype) * up
@@ -243,6 +256,11 @@ def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
 @triton.constexpr_function
 def _is_clamped(activation):
     return isinstance(activation, ClampedSwiGLU)
+
+
+@triton.constexpr_function
+def _is_scaled(activation):
+    return isinstance(activation, ScaledGate)
 
 
 @triton.jit

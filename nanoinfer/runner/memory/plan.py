@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.attention.cache_layout import MAX_SLOTS, Pages
+from nanoinfer.attention.cache_layout import MAX_SLOTS, pages_of
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -283,8 +283,8 @@ def _told_of_draft(config: Config, needed: int) -> str:
     numbers = [
         sum(
             pages.count * pages.numbers
-            for pages in model.memory(config.tensor_parallel_size)
-            if isinstance(pages, Pages)
+            for own in model.memory(config.tensor_parallel_size)
+            if (pages := pages_of(own)) is not None
         )
         for model in config.models
     ]

@@ -42,7 +42,7 @@ def describe(config: PretrainedConfig) -> Description:
     """Describe a Nemotron-H, such as Nemotron 3, whose MLPs and experts have no gates."""
     refuse(config, mamba_hidden_act="silu", residual_in_fp32=False, sliding_window=None)
     heads = read_heads(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
-    width, limits, biases = read_width(config, "conv_kernel"), read_limits(config), bool(config.use_bias)
+    width, limits, biases = read_width(config, "conv_kernel"), read_limits(config), (bool(config.use_bias),) * 2
     mamba = Mamba2(*heads, width, limits, bool(config.use_conv_bias), biases, "mixer", "n_groups", "mamba_num_heads")
     return describe_common(
         config,

@@ -23,7 +23,7 @@ def read_mamba(config: PretrainedConfig) -> Mamba2:
         read_width(config, "mamba_d_conv"),
         read_limits(config),
         bool(config.mamba_conv_bias),
-        bool(config.mamba_proj_bias),
+        (bool(config.mamba_proj_bias),) * 2,
     )
 
 
