@@ -48,6 +48,8 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
+from nanoinfer.layers.mamba import Mamba2
+from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description, ModuleNames, MoEConfig, NoMixer
 from nanoinfer.models.heads import KVHeads
@@ -570,6 +572,20 @@ def test_the_floor_counts_states() -> None:
     computed = (3 + 2) * 6 * state
     prompt = 2 * layers * 3 + 2 * HEAD + 2 * 16 * 9
     assert operations_of(floor) == prompt + 2 * 2 * (layers + HEAD) + computed
+
+
+class SideBySide(WeightShape):
+    """One of two layers has four heads of three inputs and states of five numbers beside attention."""
+
+    mixers = (BesideAttention(Mamba2(heads=4, dim=3, numbers=5, groups=2, width=4)), None)
+
+
+def test_the_floor_counts_states_beside_keys() -> None:
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=SideBySide)
+    channels, state = 4 * 3 + 2 * 2 * 5, 4 * 3 * 5
+    layers = 2 * LAYER + 8 * (channels + 4 * 3 + 4) + 4 * 3 * 8
+    read = 2 * (4 * channels * 2 + 2 * state * 4)
+    assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES + read
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ class TestOneGroup:
         assert (layout.grid, without.grid) == (64, 1)
         assert replace(layout, groups=without.groups, states=()) == without
 
+    def test_a_layer_may_have_both(self) -> None:
+        delta = State(100, 4, (2, 8, 16))
+        layout, without = (lay_out([one, Pages(2, 64)], 256, 128) for one in ((Pages(2, 64), delta), Pages(2, 64)))
+        assert layout.states == ((0, delta),)
+        assert replace(layout, states=()) == without
+
 
 class TestTwoModels:
     def test_a_draft_models_layers_come_behind(self) -> None:

@@ -44,6 +44,7 @@ from nanoinfer.kernels.linear.activation import (
     AnyActivation,
     ClampedSwiGLU,
     Function,
+    ScaledGate,
     Ungated,
     activate,
     activate_triton,
@@ -95,7 +96,7 @@ from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, 
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
-ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5), "gelu"]
+ACTIVATIONS = ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5), "gelu", ScaledGate("silu", 0.6)]
 UNGATED = [Ungated("gelu"), Ungated("relu")]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -279,6 +280,8 @@ def activated(out: torch.Tensor, activation: AnyActivation | None) -> torch.Tens
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+    if isinstance(activation, ScaledGate):
+        gate, activation = gate * activation.factor, activation.function
     oracles = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
     return oracles[activation](gate) * up
 

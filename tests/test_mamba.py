@@ -1,19 +1,27 @@
-"""Mamba2: kernels against one step after another in float64, in chunks, in company, and what configs may say."""
+"""Mamba2: kernels against one step after another in float64, in chunks, in company, on ranks; what configs may say."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES
-from conftest import DEVICE, of_each_kind
+from cases import CASES, SHAPE, Case, build
+from cases.layouts import PUBLISHED
+from conftest import DEVICE, of_each_kind, whole_only
 from test_delta import DTYPES, STALE, TOLERANCE, chunks_of, ints
+from test_four_bits import tokens_of, write_checkpoint
+from test_models import run
 from torch import Tensor
 from transformers import AutoConfig
 
+from nanoinfer import LLM
+from nanoinfer.attention.cache_layout import Pages, State
 from nanoinfer.kernels.delta import chunks
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import (
@@ -22,7 +30,12 @@ from nanoinfer.kernels.delta.convolution import (
     convolve_rows_reference,
     convolve_rows_triton,
 )
-from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
+from nanoinfer.kernels.delta.gated_norm import (
+    gated_norm_reference,
+    gated_norm_triton,
+    part_of_mean_squares_reference,
+    part_of_mean_squares_triton,
+)
 from nanoinfer.kernels.mamba import prefill
 from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
@@ -214,6 +227,102 @@ def test_a_gate_may_come_before_the_norm_of_a_group(dtype: torch.dtype) -> None:
     assert near(gated_norm_triton(*moved, 1e-5, True), expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_may_come_behind_the_norm_of_a_group_or_be_alone(dtype: torch.dtype) -> None:
+    x, gate, weight = torch.randn(5, 3, 40).to(dtype), torch.randn(5, 120).to(dtype), torch.randn(120).to(dtype)
+    for own, normed in (
+        (weight, F.rms_norm(x.double(), (40,), eps=1e-5).flatten(1) * weight.double()),
+        (None, x.double().flatten(1)),
+    ):
+        expected = normed * F.silu(gate.double())
+        assert near(gated_norm_reference(x, gate, own, 1e-5), expected, dtype)
+        moved = None if own is None else own.to(DEVICE)
+        assert near(gated_norm_triton(x.to(DEVICE), gate.to(DEVICE), moved, 1e-5), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates_first", [False, True])
+def test_a_group_may_lie_on_several_ranks(gates_first: bool, dtype: torch.dtype) -> None:
+    """Each has some of its numbers, and the mean square of all."""
+    x, wide, weight = torch.randn(5, 3, 40).to(dtype), torch.randn(5, 200).to(dtype), torch.randn(120).to(dtype)
+    gate = wide[:, 30:150]
+    expected = gated_norm_reference(x.double(), gate.double(), weight.double(), 1e-5, gates_first)
+    in_heads = x, gate.view(x.shape), weight.view(1, 3, 40)
+    for part, norm, on in (
+        (part_of_mean_squares_reference, gated_norm_reference, "cpu"),
+        (part_of_mean_squares_triton, gated_norm_triton, DEVICE),
+    ):
+        ranks = [[y[..., own].contiguous().to(on) for y in in_heads] for own in (slice(0, 16), slice(16, 40))]
+        squares = sum(part(x, gate.flatten(1) if gates_first else None, 40) for x, gate, _ in ranks)
+        columns = F.pad(squares, (1, 2))[:, 1:4]
+        outs = [norm(x, gate.flatten(1), own.flatten(), 1e-5, gates_first, columns) for x, gate, own in ranks]
+        assert near(torch.cat([out.view(5, 3, -1) for out in outs], dim=2).flatten(1), expected, dtype)
+
+
+def with_settings(name: str, **settings: Any) -> Case:
+    return replace(CASES[name], settings={**CASES[name].settings, **settings})
+
+
+SHARING = [
+    ("bamba", {"mamba_n_groups": 1, "mamba_d_state": 25}, 2),
+    ("falconh1 norm before the gate, biases", {"mamba_n_groups": 1}, 2),
+    ("granitemoehybrid experts, rotated", {"mamba_n_groups": 1}, 2),
+    ("falconh1 norm behind the gate", {"mamba_n_heads": 8, "mamba_d_ssm": 104}, 4),
+    ("nemotronh", {"n_groups": 1}, 4),
+    ("falconh1", {"mamba_n_heads": 8, "mamba_d_ssm": 96}, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "ranks"), of_each_kind(SHARING, 0, 3))
+def test_ranks_share_a_group(
+    name: str, settings: dict[str, Any], ranks: int, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Its B and C, and their inputs of the convolution, are whole on each of these ranks."""
+    case = with_settings(name, **settings)
+    model = build(case, tmp_path)
+    run(make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, **case.small), model)
+
+
+FORMATS = [("int4 groups", 2), ("gptq act order with zeros", 2), ("awq", 4), ("mxfp4", 2), ("int8 groups", 4)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", of_each_kind(zip(["falconh1", "bamba"]), 0))
+@pytest.mark.parametrize(("format", "ranks"), [FORMATS[0], *whole_only(FORMATS[1:])])
+def test_ranks_share_a_group_of_a_quantized_file(
+    name: str, format: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 32, "mamba_n_groups": 1}
+    case = with_settings(name, **sizes, **({"mamba_d_ssm": 128} if name == "falconh1" else {}))
+    build(case, tmp_path / "source")
+    dense = write_checkpoint(tmp_path / "source", tmp_path, PUBLISHED[format])
+    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, **case.small)
+    assert tokens_of(llm) == tokens_of(make_llm(str(dense), device="cpu", **case.small))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "ranks", "message"),
+    [
+        ("bamba", {}, 3, "mamba_n_heads=8 is not divisible by it; use a divisor: 1, 2, 4, 8$"),
+        ("nemotronh", {"mamba_num_heads": 9, "n_groups": 1}, 4, "mamba_num_heads=9 is not divisible by it"),
+        ("bamba", {"mamba_n_heads": 12, "mamba_n_groups": 3}, 4, "mamba_n_groups=3 neither divides it nor is divided"),
+        ("falconh1", {"mamba_n_heads": 12, "mamba_d_ssm": 144, "mamba_n_groups": 3}, 2, "mamba_n_groups=3 neither"),
+    ],
+)
+def test_ranks_that_groups_and_heads_cannot_have(name: str, settings: dict[str, Any], ranks: int, message: str) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 96}
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={ranks}: {message}"):
+        check_ranks(described(name, {**heads, **settings}), ranks)
+
+
+def test_a_layer_may_have_pages_and_a_state() -> None:
+    model = described("falconh1", {"mamba_n_heads": 8, "mamba_d_ssm": 96})
+    assert model.has_states
+    for ranks, (kv_heads, heads) in {1: (2, 8), 2: (1, 4), 4: (1, 2)}.items():
+        state = State(heads * 12 + 2 * 24, 4, (heads, 12, 24))
+        assert model.memory(ranks) == [(Pages(kv_heads, SHAPE["head_dim"]), state)] * model.num_layers
+
+
 def described(name: str, settings: dict[str, Any]) -> Description:
     case = CASES[name]
     own = {**case.text_settings, **settings}
@@ -240,7 +349,7 @@ def test_ranks_need_not_divide_the_size_of_mlps_that_no_layer_has() -> None:
 
 @pytest.mark.parametrize(
     ("name", "lacking"),
-    [("FalconH1ForCausalLM", "attention and Mamba2 side by side"), ("JambaForCausalLM", "Mamba's first version")],
+    [("Zamba2ForCausalLM", "layers that share their weights"), ("JambaForCausalLM", "Mamba's first version")],
 )
 def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is not supported: nanoinfer has no .*{lacking}"):
@@ -255,6 +364,10 @@ def test_what_a_relative_has_that_is_missing(name: str, lacking: str) -> None:
         ("bamba", {"time_step_limit": [0.5, 0.5]}, "time_step_limit=.* must be two numbers"),
         ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("bamba", {"attn_layer_indices": []}, "some layer must be 'full_attention'"),
+        ("falconh1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers=\[1.0\] .* must have 2 numbers"),
+        ("falconh1", {"ssm_multipliers": [1.0] * 4 + [0.0]}, "ssm_multipliers=0.0 .* must be a number above 0"),
+        ("falconh1", {"key_multiplier": None}, "key_multiplier=None .* must be a number above 0"),
+        ("falconh1", {"mamba_n_groups": 4}, "mamba_n_groups=4 .* must be a divisor of mamba_n_heads=6"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' .* rope, nope"),
         ("granitemoehybrid", {"num_local_experts": -1}, "num_local_experts=-1"),
         ("nemotronh experts", {"moe_latent_size": 0}, "moe_latent_size=0 .* must be an integer of at least 1"),

@@ -32,7 +32,7 @@ from nanoinfer.kernels.attention.texts import attend_to_texts_triton
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
-from nanoinfer.kernels.delta.gated_norm import gated_norm
+from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.kernels.experts.operand import ExpertWeights
 from nanoinfer.kernels.experts.products import expert_mlps
@@ -331,10 +331,17 @@ def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype
     parameters, limits = [empty(heads)] * 3, (0.0, float("inf"))
     if is_prefill:
         mamba_chunks(xbc, dt, *parameters, memory, chunks(), groups, limits)
-        gated_norm(xbc[:, : heads * dim].view(TOKENS, groups, -1), xbc, empty(heads * dim), 1e-6, gates_first=True)
+        norm_groups(xbc[:, : heads * dim].view(TOKENS, groups, -1), xbc, empty(heads * dim))
     else:
         where = numbers(TOKENS), numbers(TOKENS)
         mamba_rows(xbc, dt, weight, empty(channels), *parameters, inputs, memory, *where, groups, limits)
+
+
+def norm_groups(x: Tensor, gate: Tensor, weight: Tensor) -> None:
+    """Compute what follows Mamba2: a norm behind the gate, the gate alone, and a norm of groups that ranks share."""
+    gated_norm(x, gate, weight, 1e-6, gates_first=True)
+    gated_norm(x, gate, None, 1e-6)
+    gated_norm(x, gate, weight, 1e-6, True, part_of_mean_squares(x, gate, 4096))
 
 
 def chunks() -> Chunks:
