@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import LONGROPE, Case, build
 from cases.drafters import Babbler
-from cases.states import DELTA
+from cases.states import DELTA, FALCON
 from conftest import CollidingTree, whole_only
 from safetensors.torch import load_file
 
@@ -92,6 +92,7 @@ SUBJECTS = {
     "qwen3-window-1": subject("Qwen3ForCausalLM", "qwen3", **qwen3_windows(1, 1)),
     "qwen3-window-5": subject("Qwen3ForCausalLM", "qwen3", 112, **qwen3_windows(5, 3)),
     "qwen3.5": with_states("Qwen3_5ForCausalLM", "qwen3_5_text", **DELTA),
+    "falconh1": with_states("FalconH1ForCausalLM", "falcon_h1", **FALCON),
     "lfm2": with_states("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
 }
 WITHOUT_STATES = [name for name, subject in SUBJECTS.items() if not subject.case.keeps_states]

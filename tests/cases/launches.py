@@ -45,6 +45,7 @@ from nanoinfer.kernels.linear.activation import (
     AnyActivation,
     ClampedSwiGLU,
     Function,
+    ScaledGate,
     Ungated,
     activate,
     rows_per_output,
@@ -179,7 +180,7 @@ def multiply_centred(weigh: Callable[..., AnyWeight]) -> None:
     """Multiply a row behind a LayerNorm, in the launch that applies an activation, with gates or without."""
     rows, inputs = QWEN3_8B["gates and ups"]
     x, norm = empty(1, inputs, dtype=BF16), norm_of(inputs, BF16, centred=True)
-    for activation in ("gelu", Ungated("gelu_tanh")):
+    for activation in ("gelu", Ungated("gelu_tanh"), ScaledGate("silu", 0.6)):
         norm_linear(x, x, norm, weigh(BF16, rows, inputs), empty(rows), activation)
 
 
