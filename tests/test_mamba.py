@@ -283,6 +283,15 @@ def test_ranks_share_a_group(
     run(make_llm(str(tmp_path), device="cpu", tensor_parallel_size=ranks, **case.small), model)
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings, ranks in SHARING if ranks == 2])
+def test_gpus_share_a_group(name: str, settings: dict[str, Any], make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Decode steps sum the mean squares in their graphs."""
+    case = with_settings(name, **settings)
+    model = build(case, tmp_path)
+    run(make_llm(str(tmp_path), tensor_parallel_size=2, **case.small), model, prompt_logprobs=0)
+
+
 FORMATS = [("int4 groups", 2), ("gptq act order with zeros", 2), ("awq", 4), ("mxfp4", 2), ("int8 groups", 4)]
 
 
