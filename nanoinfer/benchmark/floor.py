@@ -70,7 +70,7 @@ class Floor:
         samples. The count leaves out reads of both by layers with a window.
         """
         experts = model.experts
-        used = 0.0 if experts is None else experts.used / experts.count
+        used = 0.0 if experts is None else experts.used / experts.choices
         router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = StepSum(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
@@ -172,7 +172,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
 
     All matrices of a branch count as of the last one's format.
     """
-    names, experts, inputs = model.names, model.experts, model.layer_inputs
+    experts, inputs = model.experts, model.layer_inputs
     parts = _mlp_matrices(model)
     of_queries = (3 if model.output_gate else 2) * model.num_heads
     attending = iter(model.attending)
@@ -182,7 +182,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
         counts[model.formats.of(last)] += model.hidden_size * widths
 
     for layer, (mixer, mlp_size) in enumerate(zip(model.mixers, model.mlp_sizes, strict=True)):
-        prefix = f"model.layers.{layer}."
+        prefix, names = model.prefix(layer), model.names_of(layer)
         if model.latent is not None:
             add(prefix + names.o, model.latent.projected)
             counts[model.formats.of(prefix + names.o)] += model.latent.query_weights
@@ -210,7 +210,7 @@ def _mlp_matrices(model: Description) -> int:
 
 def _router_weights(model: Description) -> int:
     """Count the numbers in all routers, which keep their dtype whatever the format of the other matrices."""
-    return 0 if model.experts is None else sum(model.experts.layers) * model.experts.count * model.hidden_size
+    return 0 if model.experts is None else sum(model.experts.layers) * model.experts.choices * model.hidden_size
 
 
 def _expert_weights(model: Description) -> Counter[Format]:

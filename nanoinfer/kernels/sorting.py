@@ -17,7 +17,7 @@ FEW, MANY = 2048, 16384  # choices that a program reads at a time: of a decode s
 class Groups(NamedTuple):
     """The choices of all tokens, sorted by their expert; choice t * used + i is the i-th expert of token t.
 
-    choices: [tokens * used] int32; those of one expert stand in the order of their tokens
+    choices: [tokens * used] int32; those of one expert stand in the order of their tokens, those of none are any
     tiles: [most_tiles(...), 3] int32: a tile's expert, where in `choices` the tile begins, and where the expert's
         choices end; tiles that this routing does not need come last and begin where they end
     """
@@ -34,11 +34,11 @@ def most_tiles(choices: int, count: int, size: int) -> int:
 def group_reference(experts: Tensor, count: int, size: int) -> Groups:
     """Sort all choices by their expert, and cut them into tiles.
 
-    experts: [tokens, used] int32, each below count; no token chooses an expert twice
+    experts: [tokens, used] int32; from count on they are none; no token chooses an expert twice
     size: choices in a tile, at most
     """
     flat = experts.flatten()
-    counts = flat.bincount(minlength=count)
+    counts = flat.bincount(minlength=count)[:count]
     ends, needed = counts.cumsum(0), (counts + size - 1) // size
     expert = torch.arange(count, device=flat.device).repeat_interleave(needed)
     before = torch.arange(len(expert), device=flat.device) - (needed.cumsum(0) - needed)[expert]  # of the same expert

@@ -45,6 +45,7 @@ class LatentSizes:
     value: numbers in a head's value
     query_latent: numbers in the latent of which all heads' queries are made; None: they have none
     has_biases: the projections to latents, and the one of the result, have biases
+    factor: of a latent, behind its norm
     """
 
     heads: int
@@ -54,6 +55,7 @@ class LatentSizes:
     value: int
     query_latent: int | None = None
     has_biases: bool = False
+    factor: float = 1.0
 
     @property
     def cached(self) -> int:
@@ -91,7 +93,6 @@ class LatentAttention(nn.Module):
 
     def __init__(
         self,
-        prefix: str,
         output: str,
         layer: int,
         sizes: LatentSizes,
@@ -103,11 +104,12 @@ class LatentAttention(nn.Module):
         tp: TensorParallel,
         formats: Formats,
     ) -> None:
-        """prefix: the module in the checkpoint, with a dot; output: the name of the results' projection
+        """output: the name of the results' projection, in the module that has the other ones
 
         layer: its number, here and in the KV cache; query_scales: [positions] float32, see rotate_and_store
         """
         super().__init__()
+        prefix = output[: output.rindex(".") + 1]
         self.layer, self.sizes, self.rotary, self.query_scales = layer, sizes, rotary, query_scales
         self.prefix, self.scoring, self.backend = prefix, scoring, backend
         head = sizes.plain + sizes.turning
@@ -138,7 +140,8 @@ class LatentAttention(nn.Module):
             of_latents = q.new_empty(*q.shape[:2], sizes.cached)
             turned = of_latents[..., sizes.latent :]
         how = rotary.cos_sin, rotary.interleaved, self.query_scales, context.rotary_rows
-        rotate_and_store(q, turned, kv, self.kv_norm.norm, *how, cache, group.slot_mapping, self.scoring.kv_scales)
+        into = cache, group.slot_mapping, self.scoring.kv_scales
+        rotate_and_store(q, turned, kv, self.kv_norm.norm, *how, *into, sizes.factor)
         if of_latents is not None:
             heads = self._meet_latents(q, of_latents, context)
         else:

@@ -81,6 +81,7 @@ FAMILIES = {
     "Lfm2ForCausalLM": "lfm2.describe",
     "Lfm2MoeForCausalLM": "lfm2.describe_moe",
     "LlamaForCausalLM": "llama.describe_llama",
+    "LongcatFlashForCausalLM": "latent.longcat_flash.describe",
     "MellumForCausalLM": "qwen3.describe_mellum",
     "MiniCPM3ForCausalLM": "latent.minicpm3.describe",
     "MiniMaxM2ForCausalLM": "mixtures.minimax_m2.describe",

@@ -41,7 +41,6 @@ LACKING = {
     "GlmMoeDsaForCausalLM": "sparse indexers",
     "JambaForCausalLM": "Mamba's first version",
     "KimiLinearForCausalLM": "Kimi Delta Attention",
-    "LongcatFlashForCausalLM": "layers of two halves, with experts beside both",
     "MiMoV2FlashForCausalLM": "values that are smaller than keys",
     "Zamba2ForCausalLM": "layers that share their weights",
 }

@@ -143,9 +143,14 @@ class MoEConfig:
         return self.routing.used
 
     @property
+    def choices(self) -> int:
+        """How many a router chooses among: the experts, and what stands for none."""
+        return self.count + self.routing.identities
+
+    @property
     def number_type(self) -> Literal["uint8", "int16"]:
-        """The smallest type that holds an expert's number."""
-        return "uint8" if self.count <= 256 else "int16"
+        """The smallest type that holds the number of a router's choice."""
+        return "uint8" if self.choices <= 256 else "int16"
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,10 @@ class Description:
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     embedded_ids: how many ids have an embedding, if further ones than those that have a logit; None: vocab_size
-    layer_names: for each layer, its names, where layers differ in their norms; empty: all have `names`
+    layer_names: for each layer, its names, where layers differ in those of norms, MLPs or latent attention; empty: all
+        have `names`
+    in_halves: a layer of the checkpoint is two layers here, its halves; the experts of the first half get what its MLP
+        gets, and their result is added behind the second half
     norm: what the norms are
     inner_norm: what those of embeddings, queries and keys are; None: as the others
     last_norm: what the last one is; None: as the others
@@ -228,6 +236,7 @@ class Description:
     has_one_branch: bool = False
     names: ModuleNames = ModuleNames()
     layer_names: tuple[ModuleNames, ...] = ()
+    in_halves: bool = False
     embedded_ids: int | None = None
     norm: NormKind = RMS_NORM
     inner_norm: NormKind | None = None
@@ -295,19 +304,29 @@ class Description:
         """What of a text a classifier's head reads."""
         return "last" if self.text_head is None else self.text_head.reads
 
+    def prefix(self, layer: int) -> str:
+        """Return how the names of a layer's tensors begin."""
+        return f"model.layers.{layer // 2 if self.in_halves else layer}."
+
+    def names_of(self, layer: int) -> ModuleNames:
+        """Return the names that a layer's modules have behind the prefix."""
+        return self.layer_names[layer] if self.layer_names else self.names
+
     @property
     def different_layers(self) -> list[int]:
-        """The first layer, which has nothing to add, and the first of each kind of the others."""
+        """The first layer, which has nothing to add, and the first of each kind of the others; halves count as one."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers
         mlps = zip(experts, self.mlp_sizes, strict=True)
         kinds = list(zip(self.windows, self.ropes, self.mixers, self.kv_heads, mlps, strict=True))
-        return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
+        firsts = [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
+        return sorted({layer // 2 for layer in firsts}) if self.in_halves else firsts
 
     @property
     def mlp_sizes(self) -> list[int]:
         """The intermediate size of each layer's MLP; 0: the layer has none."""
         experts, double_from = self.experts, self.double_from or self.num_layers
-        replaced = [False] * self.num_layers if experts is None or experts.beside is not None else experts.layers
+        has_both = experts is None or experts.beside is not None or self.in_halves
+        replaced = [False] * self.num_layers if has_both else experts.layers
         sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
         if self.has_one_branch:
             sizes = [size * isinstance(mixer, NoMixer) for size, mixer in zip(sizes, self.mixers, strict=True)]
@@ -367,8 +386,8 @@ class Description:
 
     def expert_format(self, layer: int) -> Format:
         """Return the format of the experts of a layer that has some."""
-        expert = self.names.expert.format(0)
-        return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_up}")
+        names = self.names_of(layer)
+        return self.formats.of(f"{self.prefix(layer)}{names.expert.format(0)}.{names.expert_up}")
 
     @property
     def head_inputs(self) -> int:

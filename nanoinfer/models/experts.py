@@ -22,6 +22,7 @@ def read_experts(
     shared_size: int | None = None,
     count_field: str = "num_experts",
     used_field: str = "num_experts_per_tok",
+    identities: int = 0,
 ) -> MoEConfig | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
@@ -30,16 +31,18 @@ def read_experts(
     normalised: whether a token's weights add up to 1; None: as norm_topk_prob says
     shared_size: the intermediate size of a shared expert with a gate; None: the layers have none
     count_field, used_field: the settings with the number of experts, and of those that a token uses
+    identities: as for Routing
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
     if not any(layers):
         return None
     count, used = size_of(config, count_field), size_of(config, used_field)
-    if used > count:
-        raise ValueError(f"model: {used_field}={used} in its config: must be at most the number of experts, {count}")
+    if used > count + identities:
+        most = f"{count} + {identities}" if identities else f"{count}"
+        raise ValueError(f"model: {used_field}={used} in its config: must be at most the number of experts, {most}")
     if normalised is None:
         normalised = bool(config.norm_topk_prob)
-    routing = Routing(used, normalised=normalised)
+    routing = Routing(used, normalised=normalised, identities=identities)
     gate = shared_size is not None
     return MoEConfig(layers, count, size_of(config, size_field), routing, shared_size=shared_size, shared_gate=gate)
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
+from nanoinfer.layers.experts import MixtureOfExperts
 from nanoinfer.layers.layer_inputs import LayerInputBranch
 from nanoinfer.layers.norm import Joint, NormLayer, add_branches
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
 from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.mixers import Mixer, make_mixer
-from nanoinfer.models.mlps import AnyMLP, make_mlp
+from nanoinfer.models.mlps import AnyMLP, make_experts, make_mlp
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 Rotaries = dict[Rope, RotaryEmbedding]
@@ -96,7 +97,37 @@ class OneBranchLayer(nn.Module):
         return self.mlp(x, residual, self.joint, context.adapters)
 
 
-Layer: TypeAlias = DecoderLayer | OneBranchLayer | ParallelLayer
+class LayerOfHalves(nn.Module):
+    """A layer of two halves, with experts beside both, as in LongCat-Flash (Meituan, 2025).
+
+        residual --> mixer --> joint --+--> MLP --> mixer --> MLP --+--> the layer's result
+                                       '--> experts ----------------'
+
+    The ranks' parts of the experts' result and of the last MLP's are added up at once, by the next joint.
+    """
+
+    def __init__(
+        self, first: DecoderLayer, second: DecoderLayer, experts: MixtureOfExperts, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.first, self.second, self.experts, self.tp = first, second, experts, tp
+        self.joined = Joint(None, None, tp, sums=False)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """Run both halves; returns the sum of the last MLP's result and the experts', and the residual stream.
+
+        x, residual: as for DecoderLayer.forward
+        """
+        first, adapters = self.first, context.adapters
+        x, residual = first.mixer(x, residual, first.mixer_joint, context)
+        routes, joined, residual = self.experts.router(x, residual, first.mlp_joint)
+        beside = self.experts.mix(joined, routes, self.tp, adapters)
+        x, _ = first.mlp(joined, None, self.joined, adapters)
+        x, residual = self.second(x, residual, context)
+        return add_branches(x, beside), residual
+
+
+Layer: TypeAlias = DecoderLayer | LayerOfHalves | OneBranchLayer | ParallelLayer
 
 
 def make_layers(
@@ -117,18 +148,31 @@ def make_layers(
             continue
         mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
         if model.is_parallel:
-            layers.append(ParallelLayer(next(joints), mixer, _norm(model, layer, model.names.mlp_norm), mlp, tp))
+            mlp_norm = _norm(model, layer, model.names_of(layer).mlp_norm)
+            layers.append(ParallelLayer(next(joints), mixer, mlp_norm, mlp, tp))
             continue
         of_branches = next(joints), mixer, next(joints), mlp
         layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
-    return layers, next(joints)
+    return _of_halves(model, layers, tp) if model.in_halves else layers, next(joints)
+
+
+def _of_halves(model: Description, halves: list[Layer], tp: TensorParallel) -> list[Layer]:
+    """Put each two layers, and the experts of the first of them, together."""
+    layers = list[Layer]()
+    for number in range(0, model.num_layers, 2):
+        first, second = halves[number : number + 2]
+        assert isinstance(first, DecoderLayer)
+        assert isinstance(second, DecoderLayer)
+        assert model.experts is not None
+        layers.append(LayerOfHalves(first, second, make_experts(model, model.experts, number, tp), tp))
+    return layers
 
 
 def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
     if model.layer_inputs is None:
         return None
     how = model.layer_inputs, model.hidden_size, model.activation, tp, model.formats
-    return LayerInputBranch(f"model.layers.{layer}.", layer, *how)
+    return LayerInputBranch(model.prefix(layer), layer, *how)
 
 
 def _norm(
@@ -136,7 +180,7 @@ def _norm(
 ) -> NormLayer | None:
     if name is None:
         return None
-    path = f"model.layers.{layer}.{name}"
+    path = model.prefix(layer) + name
     eps = (eps or model.norm_eps) / model.residual_scale**2
     return NormLayer(path, model.hidden_size, eps, model.norm, scale_name=scale_name)
 
@@ -146,8 +190,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     if model.post_norm:
         yield from _joints_behind(model, tp)
         return
-    names = model.names
-    by_layer = model.layer_names or (names,) * model.num_layers
+    names, by_layer = model.names, [model.names_of(layer) for layer in range(model.num_layers)]
     has_post = any(one.attention_post_norm or one.mlp_post_norm for one in by_layer)
     whole = model.is_parallel or has_post
     assert model.residual_scale == 1 or (not has_post and names.last_norm is not None)
@@ -166,7 +209,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         if model.layer_inputs is not None:
             yield Joint(post, None, tp, whole, sums)
             post, sums = norm(layer, model.layer_inputs.post_norm), True
-        stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
+        stream = None if names.layer_scale is None else model.prefix(layer) + names.layer_scale
     last = None
     if names.last_norm is not None:
         kind = model.last_norm or model.norm

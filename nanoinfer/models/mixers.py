@@ -31,17 +31,15 @@ def make_mixer(
     tp: TensorParallel,
 ) -> Mixer:
     """Make the mixer of a layer that has one. rotary, scales, backend: for attention"""
-    sizes, prefix = model.mixers[layer], f"model.layers.{layer}."
+    sizes, prefix = model.mixers[layer], model.prefix(layer)
     assert not isinstance(sizes, NoMixer)
     if model.is_encoder:
         return SelfAttention(model, layer, within_texts(model, layer, rotary, tp), tp)
     if model.latent is not None:
         assert rotary is not None
         attends = rotary, scales, scoring_of(model, layer, tp), backend
-        output = prefix + model.names.o
-        return LatentAttention(
-            f"{prefix}self_attn.", output, layer, model.latent, model.hidden_size, *attends, tp, model.formats
-        )
+        output = prefix + model.names_of(layer).o
+        return LatentAttention(output, layer, model.latent, model.hidden_size, *attends, tp, model.formats)
     how = model.hidden_size, model.norm_eps, tp, model.formats
     if sizes is None or isinstance(sizes, BesideAttention):
         attention = SelfAttention(model, layer, over_cache(model, layer, rotary, scales, backend, tp), tp)

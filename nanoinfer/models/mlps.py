@@ -33,15 +33,13 @@ class MLP(nn.Module):
 
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        prefix = f"model.layers.{layer}."
-        size = model.mlp_sizes[layer]
+        prefix, size, names = model.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
         unit = _unit_of(size, model, tp)
-        names = tuple(prefix + name for name in model.names.gate_up)
-        gate_up = side_by_side(names, (size // unit, size // unit), unit)
+        gate_up = side_by_side(tuple(prefix + name for name in names.gate_up), (size // unit, size // unit), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.formats)
         self.activation, self.scale = model.activation, model.mlp_scale
-        down = prefix + model.names.down
-        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats, unit)
+        how = tp, model.mlp_bias, model.formats, unit
+        self.down_proj = RowParallelLinear(prefix + names.down, size, model.hidden_size, *how)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, joint: Joint, adapters: AdapterRows | None = None
@@ -58,7 +56,7 @@ class UngatedMLP(nn.Module):
 
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        prefix, size, names = f"model.layers.{layer}.", model.mlp_sizes[layer], model.names
+        prefix, size, names = model.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
         unit = _unit_of(size, model, tp)
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
@@ -76,11 +74,19 @@ class UngatedMLP(nn.Module):
 
 
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
-    """Make the layer's MLP, or the experts that it has instead, or both."""
+    """Make the layer's MLP, or the experts that it has instead, or both; of a half, the MLP alone."""
     experts = model.experts
-    if experts is None or not experts.layers[layer]:
+    if experts is None or not experts.layers[layer] or model.in_halves:
         return MLP(model, layer, tp) if model.is_gated else UngatedMLP(model, layer, tp)
-    names, prefix = model.names, f"model.layers.{layer}."
+    made = make_experts(model, experts, layer, tp)
+    if experts.beside is None:
+        return made
+    return ExpertsBesideMLP(model.prefix(layer), experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
+
+
+def make_experts(model: Description, experts: MoEConfig, layer: int, tp: TensorParallel) -> MixtureOfExperts:
+    """Make the layer's experts. experts: the model's"""
+    names, prefix = model.names_of(layer), model.prefix(layer)
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
     width = experts.latent_size or model.hidden_size
     sizes = ExpertSizes(experts.count, width, experts.size, share.start, len(share))
@@ -96,16 +102,13 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
         experts.float32_router,
     )
     outputs = _output_share(width, tp) if tp.splits_outputs else None
-    made = MixtureOfExperts(
-        Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
+    return MixtureOfExperts(
+        Router(router, model.hidden_size, experts.choices, experts.routing, experts.biases),
         model.formats.make_experts(tensors, sizes, outputs, experts.biases),
         None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
         model.mlp_activation,
         None if experts.latent_size is None else _make_latents(model, prefix, experts.latent_size, tp),
     )
-    if experts.beside is None:
-        return made
-    return ExpertsBesideMLP(prefix, experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
 
 
 def _make_shared(

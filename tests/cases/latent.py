@@ -17,6 +17,7 @@ SIZES = {
 }
 EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
+ZEROS = {"n_routed_experts": 10, "zero_expert_num": 5, "moe_topk": 4, "expert_ffn_hidden_size": 32}
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
 V2 = {**SIZES, **EXPERTS}
 LARGE_SCORES = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
@@ -68,6 +69,12 @@ LATENT = {
         "glm4_moe_lite",
         {**SIZES, **EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
+    "longcat yarn, biases": Case(
+        "LongcatFlashForCausalLM",
+        "longcat_flash",
+        {**SIZES, **ZEROS, "zero_expert_num": 0, "attention_bias": True, "rope_parameters": LARGE_SCORES},
+    ),
+    "longcat": Case("LongcatFlashForCausalLM", "longcat_flash", {**SIZES, **ZEROS}),
     "minicpm3 longrope": Case(
         "MiniCPM3ForCausalLM",
         "minicpm3",

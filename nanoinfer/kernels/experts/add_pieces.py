@@ -6,23 +6,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
-def add_pieces(pieces: Tensor) -> Tensor:
-    """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order."""
+def add_pieces(pieces: Tensor, routes: Routes) -> Tensor:
+    """Add up pieces, [used, tokens, size] to [tokens, size], in float32 and in their order; without those of no expert.
+
+    routes: of the tokens
+    """
     count, tokens, size = pieces.shape
     out = pieces.new_empty(tokens, size)
     grid = (tokens, cdiv(size, BLOCK))
-    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
+    experts = None if routes.count is None else routes.experts
+    numbers = tokens * size, size, routes.count
+    _add_pieces_kernel[grid](pieces, experts, out, *numbers, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
     return out
 
 
 @triton.jit
 def _add_pieces_kernel(
-    pieces_ptr, out_ptr, stride, size, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    pieces_ptr,
+    experts_ptr,
+    out_ptr,
+    stride,
+    size,
+    count,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -30,5 +44,8 @@ def _add_pieces_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for piece in tl.static_range(PIECES):
         from_piece = pieces_ptr + piece * stride.to(tl.int64) + place
-        total += tl.load(from_piece, mask=i < size, other=0.0).to(tl.float32)
+        exists = i < size
+        if experts_ptr is not None:
+            exists &= tl.load(experts_ptr + tl.program_id(0) * PIECES + piece) < count
+        total += tl.load(from_piece, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total, mask=i < size)

@@ -51,6 +51,7 @@ def expert_mlps(
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
+    A choice that stands for no expert adds nothing: see identities.py.
     x: [tokens, hidden_size]
     gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups; of Ungated, the ups alone:
         [experts, size, hidden_size]
@@ -93,7 +94,10 @@ def expert_mlps_reference(
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
     flat = routes.experts.flatten()
-    order, counts = flat.argsort(stable=True), flat.bincount().tolist()
+    counts = flat.bincount().tolist()[: routes.count]
+    order = flat.argsort(stable=True)[: sum(counts)]
+    if not len(order):
+        return torch.zeros_like(x)
     groups = [(expert, choices // used) for expert, choices in enumerate(order.split(counts)) if len(choices)]
 
     def multiply(rows: Tensor, i: int, tokens: Tensor, first: bool) -> Tensor:
@@ -110,7 +114,7 @@ def expert_mlps_reference(
     products = torch.cat([multiply(rows, *group, False) for rows, group in zip(inputs, groups, strict=True)])
     del gated, inputs  # of a long prompt they are large
     products = products if gather is None else gather(products)
-    results = torch.empty_like(products)
+    results = products.new_zeros(len(flat), products.shape[1])
     results[order] = products
     del products
     return (results.view(tokens, used, -1).float() * routes.weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
@@ -164,12 +168,13 @@ def expert_mlps_triton(
     vectors = quantize(gated) if in_fp8 else gated
     epilogue = Epilogue(bias=down_bias, added=added, shares=routes.weights)
     _multiply(vectors, down, epilogue, results, chosen, block_m, None, in_order)
-    if used == 1:
+    if used == 1 and routes.count is None:
         result = results[0]
     elif may_split and tokens > 1:
+        assert routes.count is None
         return results
     else:
-        result = add_pieces(results)
+        result = add_pieces(results, routes)
     return result if gather is None else gather(result)
 
 

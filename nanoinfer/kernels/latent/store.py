@@ -28,13 +28,14 @@ def rotate_and_store(
     cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """RMSNorm the latents, rotate keys and queries by their token's angles, and write latents and keys to the cache.
 
     q: [tokens, heads, head_dim], of which the last numbers, as many as the angles rotate, are rotated
     turned: [tokens, heads, rotated], where these go: to these numbers themselves, or elsewhere
     kv: [tokens, latent + rotated], a token's latent and the part of the key that all heads share; it stays as it is
-    norm: of the latents, with weights of [latent]
+    norm: of the latents, with weights of [latent]; factor: of the latents behind it
     cos_sin, interleaved, positions, slot_mapping: as for norm_rotate_store
     query_scales: [positions] float32, factors of all numbers of the queries; None: no factors
     cache: [blocks, block_size, 1, latent + rotated]
@@ -44,7 +45,8 @@ def rotate_and_store(
     gets NaN, and one that does not gets nothing of it, though a product may count it, with the weight 0.
     """
     function = rotate_and_store_triton if q.is_cuda else rotate_and_store_reference
-    function(q, turned, kv, norm, cos_sin, interleaved, query_scales, positions, cache, slot_mapping, kv_scales)
+    where = positions, cache, slot_mapping, kv_scales
+    function(q, turned, kv, norm, cos_sin, interleaved, query_scales, *where, factor)
 
 
 def rotate_and_store_reference(
@@ -59,6 +61,7 @@ def rotate_and_store_reference(
     cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """rotate_and_store in torch."""
     latent, turning = len(norm.weight), cos_sin.shape[1]
@@ -69,7 +72,7 @@ def rotate_and_store_reference(
         factors = query_scales[at, None, None]
         turned *= factors
         q[..., :-turning] *= factors
-    normed = normalize_reference(kv[:, :latent], norm)
+    normed = normalize_reference(kv[:, :latent], norm) * factor
     key = rotated(kv[:, None, latent:], angles, interleaved)[:, 0].to(kv.dtype)
     key = key + (normed * 0).sum(dim=-1, keepdim=True)  # of what is not finite, a product with 0 is NaN
     both = torch.cat([normed.nan_to_num(0, 0, 0), key], dim=1)[:, None]
@@ -92,6 +95,7 @@ def rotate_and_store_triton(
     cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """rotate_and_store as one launch."""
     (tokens, heads, head_dim), latent, turning = q.shape, len(norm.weight), cos_sin.shape[1]
@@ -117,6 +121,7 @@ def rotate_and_store_triton(
         PLAIN=head_dim - turning,
         LATENT=latent,
         TURNING=turning,
+        FACTOR=factor,
         INTERLEAVED=interleaved,
         IN_FP8=cache.dtype == FP8,
         BLOCK_PLAIN=next_power_of_2(head_dim - turning),
@@ -149,6 +154,7 @@ def _rotate_and_store_kernel(
     PLAIN: tl.constexpr,
     LATENT: tl.constexpr,
     TURNING: tl.constexpr,
+    FACTOR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     IN_FP8: tl.constexpr,
     BLOCK_PLAIN: tl.constexpr,
@@ -180,6 +186,8 @@ def _rotate_and_store_kernel(
             scale = tl.rsqrt(tl.sum(wide * wide) / LATENT + eps)
             weight = tl.load(weight_ptr + n, mask=n < LATENT, other=0.0)
             normed = (wide * scale).to(numbers.dtype) * weight
+            if FACTOR != 1:
+                normed = (normed.to(tl.float32) * FACTOR).to(numbers.dtype)
             first, second = load_pairs(source + LATENT + at, apart, turns)
             first, second = first.to(tl.float32), second.to(tl.float32)
             key1, key2 = first * cos - second * sin, second * cos + first * sin
