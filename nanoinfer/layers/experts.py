@@ -48,7 +48,7 @@ class Router(nn.Module):
     def __init__(
         self, tensors: RouterTensors, hidden_size: int, count: int, routing: Routing, bias: bool = False
     ) -> None:
-        """count: experts, and choices that stand for none; bias: the logits have a bias"""
+        """count: experts, and identities (Routing); bias: the logits have a bias"""
         super().__init__()
         self.tensors = tensors
         self.routing = routing
@@ -254,12 +254,13 @@ class MixtureOfExperts(nn.Module):
         """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
             self.taken[: len(x)] = routes.experts
-        has_more = self.shared is not None or self.latents is not None or routes.count is not None
+        identities = self.router.routing.identities
+        may_split = self.shared is None and self.latents is None and tp.size == 1 and not identities
         inputs = x if self.latents is None else self.latents.enter(x, adapters)
-        out = self.experts.beside(adapters)(inputs, routes, self.activation, tp.size == 1 and not has_more)
+        out = self.experts.beside(adapters)(inputs, routes, self.activation, may_split)
         out = out if self.latents is None else self.latents.leave(out, adapters)
-        if routes.count is not None and (tp.rank == 0 or tp.splits_outputs):
-            out = add_identities(out, x, routes)
+        if identities and (tp.rank == 0 or tp.splits_outputs):
+            out = add_identities(out, x, routes, len(self.router.weight) - identities)
         return out if self.shared is None else out + self.shared(x, adapters)
 
     def keep_taken(self, most: int) -> None:

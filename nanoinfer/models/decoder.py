@@ -63,8 +63,7 @@ class Decoder(CausalLM):
     ) -> None:
         """Build the layers; arguments: as CausalLM says."""
         super().__init__(model, max_model_len, backend, tp, head_dtype)
-        self.tp, self.num_layers = tp, model.num_layers
-        self.different_layers = model.different_layers
+        self.tp, self.different_layers = tp, model.different_layers
         self.inputs = DecoderInputs(model, max_model_len, tp)
         self.embedding = self.inputs.embedding
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}

@@ -144,7 +144,7 @@ class MoEConfig:
 
     @property
     def choices(self) -> int:
-        """How many a router chooses among: the experts, and what stands for none."""
+        """How many a router chooses among: experts, and identities."""
         return self.count + self.routing.identities
 
     @property
@@ -325,8 +325,9 @@ class Description:
     def mlp_sizes(self) -> list[int]:
         """The intermediate size of each layer's MLP; 0: the layer has none."""
         experts, double_from = self.experts, self.double_from or self.num_layers
-        has_both = experts is None or experts.beside is not None or self.in_halves
-        replaced = [False] * self.num_layers if has_both else experts.layers
+        replaced = [False] * self.num_layers
+        if experts is not None and experts.beside is None and not self.in_halves:
+            replaced = list(experts.layers)
         sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
         if self.has_one_branch:
             sizes = [size * isinstance(mixer, NoMixer) for size, mixer in zip(sizes, self.mixers, strict=True)]

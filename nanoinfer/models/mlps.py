@@ -88,8 +88,8 @@ def make_experts(model: Description, experts: MoEConfig, layer: int, tp: TensorP
     """Make the layer's experts. experts: the model's"""
     names, prefix = model.names_of(layer), model.prefix(layer)
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
-    width = experts.latent_size or model.hidden_size
-    sizes = ExpertSizes(experts.count, width, experts.size, share.start, len(share))
+    width, own = experts.latent_size or model.hidden_size, (experts.size, share.start, len(share))
+    sizes = ExpertSizes(experts.count, width, *own, experts.routing.identities)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
     flat = tuple(prefix + name for name in names.flat_experts)
     projections = names.expert_gate if model.is_gated else None, names.expert_up, names.expert_down

@@ -6,22 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
-def add_pieces(pieces: Tensor, routes: Routes) -> Tensor:
-    """Add up pieces, [used, tokens, size] to [tokens, size], in float32 and in their order; without those of no expert.
+def add_pieces(pieces: Tensor, experts: Tensor | None = None, num_experts: int = 0) -> Tensor:
+    """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order.
 
-    routes: of the tokens
+    experts: [tokens, pieces] int32, whose each piece is; those from num_experts on are left out; None: all are added
     """
     count, tokens, size = pieces.shape
     out = pieces.new_empty(tokens, size)
     grid = (tokens, cdiv(size, BLOCK))
-    experts = None if routes.count is None else routes.experts
-    numbers = tokens * size, size, routes.count
+    numbers = tokens * size, size, num_experts
     _add_pieces_kernel[grid](pieces, experts, out, *numbers, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
     return out
 
@@ -33,7 +31,7 @@ def _add_pieces_kernel(
     out_ptr,
     stride,
     size,
-    count,
+    num_experts,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -46,6 +44,6 @@ def _add_pieces_kernel(
         from_piece = pieces_ptr + piece * stride.to(tl.int64) + place
         exists = i < size
         if experts_ptr is not None:
-            exists &= tl.load(experts_ptr + tl.program_id(0) * PIECES + piece) < count
+            exists &= tl.load(experts_ptr + tl.program_id(0) * PIECES + piece) < num_experts
         total += tl.load(from_piece, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total, mask=i < size)

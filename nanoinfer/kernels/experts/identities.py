@@ -1,4 +1,4 @@
-"""What the choices that stand for no expert add to a token's result: its own vector, times their weights."""
+"""What choices that are no experts add to a token's result: its own vector, times their weights."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
 
-def add_identities(out: Tensor, x: Tensor, routes: Routes) -> Tensor:
-    """Return out + weight * x, [tokens, size]; the weight is the sum of those of choices that stand for no expert.
+def add_identities(out: Tensor, x: Tensor, routes: Routes, count: int) -> Tensor:
+    """Return out + weight * x, [tokens, size]; the weight is the sum of those of the choices from number `count` on.
 
-    out: [tokens, size], what the experts make of x, which has that shape; routes: their count is given
+    out: [tokens, size], what the experts make of x, which has that shape
     """
-    return (add_identities_triton if x.is_cuda else add_identities_reference)(out, x, routes)
+    return (add_identities_triton if x.is_cuda else add_identities_reference)(out, x, routes, count)
 
 
-def add_identities_reference(out: Tensor, x: Tensor, routes: Routes) -> Tensor:
+def add_identities_reference(out: Tensor, x: Tensor, routes: Routes, count: int) -> Tensor:
     """add_identities in torch."""
-    weights = routes.weights.masked_fill(routes.experts < routes.count, 0).sum(dim=1, keepdim=True)
+    weights = routes.weights.masked_fill(routes.experts < count, 0).sum(dim=1, keepdim=True)
     return torch.addcmul(out.float(), x.float(), weights).to(x.dtype)
 
 
-def add_identities_triton(out: Tensor, x: Tensor, routes: Routes) -> Tensor:
+def add_identities_triton(out: Tensor, x: Tensor, routes: Routes, count: int) -> Tensor:
     """add_identities as one launch."""
     (tokens, size), used = x.shape, routes.experts.shape[1]
     assert out.is_contiguous()
@@ -35,11 +35,10 @@ def add_identities_triton(out: Tensor, x: Tensor, routes: Routes) -> Tensor:
     _add_identities_kernel[(tokens, cdiv(size, BLOCK))](
         out,
         x,
-        routes.experts,
-        routes.weights,
+        *routes,
         added,
         size,
-        routes.count,
+        count,
         USED=used,
         BLOCK_USED=next_power_of_2(used),
         BLOCK=BLOCK,

@@ -31,11 +31,8 @@ from nanoinfer.kernels.linear.plain import PER_MULTIPROCESSOR
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
-    """Return whether x is one token whose vectors fit into a program's registers, and all that it chooses are experts.
-
-    size: an expert's intermediate one
-    """
-    return len(x) == 1 and routes.count is None and max(x.shape[1], routes.experts.numel() * size) <= MAX_IN_FEATURES
+    """Return whether x is one token whose vectors fit into a program's registers; size: an expert's intermediate one"""
+    return len(x) == 1 and max(x.shape[1], routes.experts.numel() * size) <= MAX_IN_FEATURES
 
 
 def one_row_expert_mlps(
@@ -60,8 +57,7 @@ def one_row_expert_mlps(
     programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
     _down_kernel[(min(cdiv(hidden_size, block_n), programs),)](
         gated,
-        routes.experts,
-        routes.weights,
+        *routes,
         downs,
         down_scales,
         down_bias,

@@ -48,10 +48,10 @@ def expert_mlps(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
-    A choice that stands for no expert adds nothing: see identities.py.
     x: [tokens, hidden_size]
     gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups; of Ungated, the ups alone:
         [experts, size, hidden_size]
@@ -64,6 +64,7 @@ def expert_mlps(
     gate_up_bias, down_bias: [experts, gate_up's rows] and [experts, hidden_size], or down's outputs of this rank; None:
         the products have no bias, or another rank adds it
     adapters: if given, the tokens' are added to both products
+    count: choices from this number on are no experts, and add nothing: see identities.py; None: there are no such
     An expert computes down @ (act(gate @ x) * (up @ x)), or without gates down @ act(up @ x), and adds its biases.
     Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8.linear.can_multiply_fp8. With them, the kernels round several tokens
@@ -74,10 +75,10 @@ def expert_mlps(
         assert isinstance(gate_up, (Tensor, Fp8Weight, GroupWeight))
         assert isinstance(down, (Tensor, Fp8Weight, GroupWeight))
         how = may_split, in_order, gather
-        return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias, adapters)
+        return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias, adapters, count)
     assert not isinstance(gate_up, Fp8Weight)
     assert not isinstance(down, Fp8Weight)
-    return expert_mlps_reference(x, routes, gate_up, down, activation, gather, gate_up_bias, down_bias, adapters)
+    return expert_mlps_reference(x, routes, gate_up, down, activation, gather, gate_up_bias, down_bias, adapters, count)
 
 
 def expert_mlps_reference(
@@ -90,11 +91,12 @@ def expert_mlps_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
     flat = routes.experts.flatten()
-    counts = flat.bincount().tolist()[: routes.count]
+    counts = flat.bincount().tolist()[:count]
     order = flat.argsort(stable=True)[: sum(counts)]
     if not len(order):
         return torch.zeros_like(x)
@@ -132,6 +134,7 @@ def expert_mlps_triton(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
@@ -139,20 +142,20 @@ def expert_mlps_triton(
     adapters there are eight more, also for one token.
     `gather` comes behind the first product, and at the end.
     """
-    count, outputs, size = shape_of(down)
+    num_experts, outputs, size = shape_of(down)
     in_fp8 = isinstance(down, Fp8Weight)
-    if not in_order and adapters is None and is_one_row(x, routes, size):
+    if not in_order and adapters is None and count is None and is_one_row(x, routes, size):
         if isinstance(gate_up, GroupWeight) and isinstance(down, GroupWeight):
             return one_group_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
         assert not isinstance(gate_up, GroupWeight)
         assert not isinstance(down, GroupWeight)
         return one_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
     tokens, used = routes.experts.shape
-    block_m = choices_in_a_tile(tokens * used, count)
+    block_m = choices_in_a_tile(tokens * used, num_experts)
     if x.is_cuda and x.itemsize == 4:
         block_m = min(block_m, MOST_WIDE)
     choices = None if adapters is None else adapters.sort(routes.experts)
-    groups = group_triton(routes.experts, count, block_m)
+    groups = group_triton(routes.experts, num_experts, block_m)
     if choices is not None:  # each expert's are where they were
         groups = Groups(choices.rows.groups.choices, groups.tiles)
     chosen = Chosen(groups, used)
@@ -168,13 +171,14 @@ def expert_mlps_triton(
     vectors = quantize(gated) if in_fp8 else gated
     epilogue = Epilogue(bias=down_bias, added=added, shares=routes.weights)
     _multiply(vectors, down, epilogue, results, chosen, block_m, None, in_order)
-    if used == 1 and routes.count is None:
+    if count is not None:
+        result = add_pieces(results, routes.experts, count)
+    elif used == 1:
         result = results[0]
     elif may_split and tokens > 1:
-        assert routes.count is None
         return results
     else:
-        result = add_pieces(results, routes)
+        result = add_pieces(results)
     return result if gather is None else gather(result)
 
 

@@ -35,8 +35,8 @@ class Routing:
     used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
         (DeepSeek-V3 Technical Report, 2024)
     by_largest: the groups with the largest scores instead (DeepSeek-V2, 2024)
-    identities: so many of the last choices stand for no expert: they give back the token's vector (LongCat-Flash,
-        Meituan, 2025)
+    identities: so many of the last choices are no experts: they give back the token's vector (LongCat-Flash, Meituan,
+        2025)
     """
 
     used: int
@@ -59,12 +59,10 @@ class Routes(NamedTuple):
 
     experts: [tokens, used] int32
     weights: [tokens, used] float32, the factor of each expert's result
-    count: numbers from here on stand for no expert, but give back the token's vector; None: all are experts'
     """
 
     experts: Tensor
     weights: Tensor
-    count: int | None = None
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None) -> Routes:
@@ -76,8 +74,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None, fa
         scores (Wang et al., 2024); None: nothing is added
     factors: [experts], a factor of each expert's weights, as in Gemma 4; None: the model has none
     """
-    routes = (route_triton if logits.is_cuda else route_reference)(logits, routing, correction, factors)
-    return routes._replace(count=logits.shape[-1] - routing.identities) if routing.identities else routes
+    return (route_triton if logits.is_cuda else route_reference)(logits, routing, correction, factors)
 
 
 def route_reference(

@@ -59,7 +59,7 @@ def stack_shards(
     count, hidden_size, size = sizes.count, sizes.hidden_size, sizes.size
     gate_up_stacks, down_stacks = tensors.gate_up_stacks(count), tensors.down_stacks(count)
     parts = len(tensors.above)
-    gate_up_shape, down_shape = (count, parts * size, hidden_size), (count, hidden_size, size)
+    gate_up_shape, down_shape = (count + sizes.identities, parts * size, hidden_size), (count, hidden_size, size)
     gate_up_stacks = {stack: (*others, *stored[0]) for stack, others in gate_up_stacks.items()}
     down_stacks = {stack: (*others, *stored[1]) for stack, others in down_stacks.items()}
     for number, down in enumerate(downs):

@@ -85,6 +85,7 @@ class ExpertSizes:
     count: experts
     size: an expert's intermediate size over all ranks
     start, share: where this rank's share of that size begins, and how long it is
+    identities: as for Routing; transformers' stack of gates and ups has an entry for each, which nobody reads
     """
 
     count: int
@@ -92,6 +93,7 @@ class ExpertSizes:
     size: int
     start: int
     share: int
+    identities: int = 0
 
 
 class ExpertMap(nn.Module, ABC):
@@ -117,6 +119,7 @@ class Experts(ExpertMap):
         """output_share: given if ranks split outputs; None: this rank computes its part of all"""
         super().__init__()
         self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+        self.skipped_from = sizes.count if sizes.identities else None  # the count that expert_mlps takes
 
     def beside(self, adapters: AdapterRows | None) -> Callable[..., Tensor]:
         """Return the experts themselves: no adapter is beside them."""

@@ -1,4 +1,4 @@
-"""LongCat-Flash (Meituan, 2025): layers of two halves, with experts beside both, of which some give back their input."""
+"""LongCat-Flash (Meituan, 2025): layers of two halves, with experts beside both. Some choices stand for no expert."""
 
 from __future__ import annotations
 

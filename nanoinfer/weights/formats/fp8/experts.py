@@ -55,7 +55,7 @@ class Fp8Experts(Experts):
         gate_up, down = self._weights()
         gather = None if self.output_share is None else self.output_share.gather
         how = may_split, self._in_order, gather
-        return expert_mlps(x, routes, gate_up, down, activation, *how, adapters=adapters)
+        return expert_mlps(x, routes, gate_up, down, activation, *how, adapters=adapters, count=self.skipped_from)
 
     def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_multiplies and check_order do.

@@ -64,7 +64,7 @@ class GroupExperts(Experts):
         gather = None if self.output_share is None else self.output_share.gather
         gate_up, down = self._weights()
         how = may_split, self._in_order, gather
-        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters)
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters, self.skipped_from)
 
     def _weights(self) -> list[Weights]:
         """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""

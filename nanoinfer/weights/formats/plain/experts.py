@@ -59,7 +59,7 @@ class PlainExperts(Experts):
         gate_up, down = self._parts or (self.gate_up, self.down)
         gather = None if self.output_share is None else self.output_share.gather
         how = may_split, self._in_order, gather
-        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters)
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added, adapters, self.skipped_from)
 
     def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.
@@ -87,7 +87,7 @@ class PlainExperts(Experts):
         count, hidden_size, size, start = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.start
         first, dim = self._down_part
         inward, outward = (size, hidden_size), (hidden_size, size)
-        stacked = count, len(names.above) * size, hidden_size
+        stacked = count + self.sizes.identities, len(names.above) * size, hidden_size
         gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
         for number in range(count):
             above, down = self.gate_up[number].split(self.sizes.share), self.down[number]
