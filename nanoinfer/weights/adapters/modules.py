@@ -25,7 +25,7 @@ class ExpertStack:
 
     parameter: its name in the module
     shape: [outputs, inputs] of an expert's matrix
-    modules: for each expert, the checkpoint's modules that share the outputs
+    modules: for each expert, the checkpoint's modules that share the outputs; empty: the entry is no expert's
     by_turns: the outputs go to these in turn, not one after another
     """
 
@@ -42,7 +42,7 @@ class ExpertStack:
         """
         count = len(self.modules)
         every_a, every_b = update.a.unflatten(0, (count, -1)), update.b.unflatten(1, (-1, count))
-        for number, modules in enumerate(self.modules):
+        for number, modules in ((number, modules) for number, modules in enumerate(self.modules) if modules):
             b = every_b[:, :, number]
             shares = [b[place :: len(modules)] for place in range(len(modules))]
             for module, share in zip(modules, shares if self.by_turns else b.chunk(len(modules)), strict=True):
@@ -100,6 +100,7 @@ def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, E
         return [tuple(tensors.module(one, number) for one in projections) for number in range(sizes.count)]
 
     above, downs = of_experts(*tensors.above), of_experts(tensors.down)
+    above += [()] * sizes.identities
     shapes = (len(tensors.above) * sizes.size, sizes.hidden_size), (sizes.hidden_size, sizes.size)
     for pair in tensors.stacks:
         for stack, shape, modules in zip(pair, shapes, (above, downs), strict=True):
