@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,20 +73,24 @@ class Spelling:
     beginnings: of names in a checkpoint, and how they begin in the table; the first that fits counts
     turned: the ends of the names of matrices that are stored as [in, out]
     unread: the ends of the names of tensors that nobody reads
+    unread_part: what further such names have somewhere
     parts: of names in some checkpoints, and how others and the table write them
     """
 
     beginnings: tuple[tuple[str, str], ...] = ()
     turned: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    unread_part: re.Pattern[str] | None = None
     parts: tuple[tuple[str, str], ...] = ()
 
     def known_name(self, name: str) -> str | None:
         """Return the name in the table; None if nobody reads the tensor."""
         for part, known in self.parts:
             name = name.replace(part, known)
+        if name.endswith(self.unread) or (self.unread_part is not None and self.unread_part.search(name)):
+            return None
         begin, ours = next((pair for pair in self.beginnings if name.startswith(pair[0])), ("", ""))
-        return None if name.endswith(self.unread) else ours + name[len(begin) :]
+        return ours + name[len(begin) :]
 
     def stored_name(self, name: str) -> str:
         """Return a name in the checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.latent import describe_latent
 from nanoinfer.models.settings import count_of, positive, refuse, size_of
-from nanoinfer.weights.names import Spelling
+from nanoinfer.weights.names import AS_STORED, Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,5 +65,5 @@ def _read_experts(config: PretrainedConfig) -> MoEConfig:
 
 def _spelling(experts: MoEConfig) -> Spelling:
     """Return the spelling of checkpoints of transformers, which have gates and ups of what is no expert, too."""
-    none = range(experts.count, experts.choices)
-    return Spelling(unread=tuple(f".experts.{number}.{name}_proj.weight" for number in none for name in ("gate", "up")))
+    none = "|".join(map(str, range(experts.count, experts.choices)))
+    return Spelling(unread_part=re.compile(rf"\.experts\.({none})\.")) if none else AS_STORED
