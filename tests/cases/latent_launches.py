@@ -59,7 +59,12 @@ def meet_keys(heads: int, length: int, sizes: tuple[int, int], dtype: torch.dtyp
 
 
 def store_latents(
-    heads: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool, cached: torch.dtype | None = None
+    heads: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    interleaved: bool,
+    cached: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Rotate queries and keys, and write latents to the cache."""
     latent, turning = sizes
@@ -67,5 +72,5 @@ def store_latents(
     norm, cache = Norm(empty(latent, dtype=dtype), 1e-6), empty(64, 256, 1, latent + turning, dtype=cached or dtype)
     numbers = empty(64, dtype=torch.int32)
     rotate_and_store(
-        q, q[..., 128:], kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers, empty(2)
+        q, q[..., 128:], kv, norm, empty(4096, turning), interleaved, None, numbers, cache, numbers, empty(2), factor
     )

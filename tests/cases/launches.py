@@ -34,6 +34,7 @@ from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.delta.prefill import delta_chunks
+from nanoinfer.kernels.experts.identities import add_identities
 from nanoinfer.kernels.experts.operand import ExpertWeights
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes, Routing, route
@@ -79,6 +80,7 @@ QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 
 PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (4096,)}
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
 NEMOTRON_3, RELU2 = (128, 6, 2688, 1856), Ungated("relu2")  # whose experts have no gates
+LONGCAT = 128, 12, 6144, 2048
 VOCABULARY = 151_936
 TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
 CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
@@ -498,6 +500,14 @@ def of_groups() -> Iterator[Launch]:
     yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
 
 
+def skip(tokens: int, dtype: torch.dtype) -> None:
+    """Compute the experts of LongCat-Flash, and what the choices add that are none; it has four times as many."""
+    count, used, hidden_size, size = LONGCAT
+    x, routes = empty(tokens, hidden_size, dtype=dtype), Routes(numbers(tokens, used), empty(tokens, used))
+    weights = plain(dtype, count, 2 * size, hidden_size), plain(dtype, count, hidden_size, size)
+    add_identities(expert_mlps(x, routes, *weights, "silu", count=count), x, routes, count)
+
+
 def of_experts() -> Iterator[Launch]:
     kinds = {"plain": plain, "fp8": fp8}
     for kind, tokens, dtype in (*product(kinds, SIZES, (BF16,)), *product(("plain",), (1, 200), (FP32,))):
@@ -511,6 +521,10 @@ def of_experts() -> Iterator[Launch]:
     for dtype, count in product((BF16, FP32), (64, 512)):
         yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, Routing(8)))
     by_logits = Routing(8, "sigmoid", corrects_logits=True)
+    for tokens in (1, 4000):
+        yield Launch(f"{tokens} tokens skip what is no expert", partial(skip, tokens, BF16))
+    corrected = Routing(12, scale=6.0, identities=256)
+    yield Launch("routes to 768, of which some are no experts", partial(choose_experts, FP32, 768, corrected, True))
     yield Launch("routes by corrected logits", partial(choose_experts, FP32, 384, by_logits, True))
     yield Launch("routes by sparsemixer", partial(choose_experts, BF16, 16, Routing(2, "sparsemixer", nearness=0.02)))
 
@@ -620,6 +634,7 @@ def of_latents() -> Iterator[Launch]:
         yield Launch(f"prompts meet keys, {sizes=}", call, often_if(sizes == V3_HEAD))
     yield Launch("prompts meet keys in float32", partial(meet_keys, 16, 1000, V3_HEAD, FP32))
     yield Launch("latents", partial(store_latents, 16, V3, BF16, True), "often")
+    yield Launch("latents with a factor", partial(store_latents, 64, V3, BF16, True, None, 12**0.5))
     yield Launch("latents in halves", partial(store_latents, 40, MINICPM3, FP32, False))
 
 
