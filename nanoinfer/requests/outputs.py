@@ -97,8 +97,9 @@ class SampleOutput(Output):
         allowed_token_ids, bad_words, a form (structured_outputs) or filters left out. At temperature 0 it is one token,
         and 0.0. None if SamplingParams did not ask
     routed_experts: the experts that each token of prompt and output took, the likeliest first, in the layers that have
-        experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256. The last
-        generated token took none yet. None without LLM's routed_experts
+        experts: [tokens, layers, experts a token uses] uint8, or int16 where a router chooses among more than 256.
+        Numbers behind the experts' are LongCat-Flash's identities. The last generated token took none yet. None without
+        LLM's routed_experts
     num_proposed_tokens: guesses that were verified for this sample; 0 without LLM's speculation
     num_accepted_tokens: those of token_ids that had been guessed
 
