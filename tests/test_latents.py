@@ -260,7 +260,7 @@ def test_few_queries_are_rows_where_prefills_take_no_latents(monkeypatch: pytest
         assert part.context.groups[0].block_tables.tolist() == tables[own].tolist()
 
 
-LATENT_CASES = ["deepseek-v2", "glm4moelite", "minicpm3 longrope"]
+LATENT_CASES = ["deepseek-v2", "glm4moelite", "minicpm3 longrope", "longcat"]
 PROMPTS = [list(range(3, 90)), [7] * 20, [9, 8, 7, 6, 5]]
 
 

@@ -180,7 +180,7 @@ def test_the_layers_of_a_description(tmp_path: Path) -> None:
     publish(tmp_path)
     model = describe(Checkpoint.open(str(tmp_path)).hf_config)
     assert model.num_layers == len(model.memory(1)) == 4
-    assert [model.prefix(layer) for layer in range(4)] == ["model.layers.0."] * 2 + ["model.layers.1."] * 2
+    assert [model.names.prefix(layer) for layer in range(4)] == ["model.layers.0."] * 2 + ["model.layers.1."] * 2
     assert model.names_of(3).o == "self_attn.1.o_proj"
     assert model.different_layers == [0, 1]
     assert model.mlp_sizes == [64] * 4

@@ -172,7 +172,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
 
     All matrices of a branch count as of the last one's format.
     """
-    experts, inputs = model.experts, model.layer_inputs
+    names, experts, inputs = model.names, model.experts, model.layer_inputs
     parts = _mlp_matrices(model)
     of_queries = (3 if model.output_gate else 2) * model.num_heads
     attending = iter(model.attending)
@@ -182,7 +182,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
         counts[model.formats.of(last)] += model.hidden_size * widths
 
     for layer, (mixer, mlp_size) in enumerate(zip(model.mixers, model.mlp_sizes, strict=True)):
-        prefix, names = model.prefix(layer), model.names_of(layer)
+        prefix = names.prefix(layer)
         if model.latent is not None:
             add(prefix + names.o, model.latent.projected)
             counts[model.formats.of(prefix + names.o)] += model.latent.query_weights

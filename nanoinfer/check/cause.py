@@ -40,14 +40,14 @@ def find_cause(llm: LLM, wanted: Continuation, streams: list[Tensor]) -> str:
     alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(output.token_ids, wanted.new_ids, strict=False)))
     for position in range(len(wanted.token_ids) + len(alike)):
         for seen in recorder.seen[0, position]:
-            for number, stream in _streams(seen, len(model.layers)):
+            for number, stream in _streams(seen, model.num_layers):
                 theirs = streams[number][position]
                 if len(theirs) != len(stream):
                     continue  # another matrix, which OPT has before the output projection, has made theirs
                 apart = ((stream.float() - theirs).norm() / theirs.norm()).item()
                 if not apart <= ROUNDING:
                     place = f"at position {position}, by {apart:.1e} of its norm"
-                    return f"{_name(number, len(model.layers))} {place}; {_describe_weights(model, llm, number)}"
+                    return f"{_name(number, model.num_layers)} {place}; {_describe_weights(model, llm, number)}"
     return (
         f"in eager steps, the layers' results are transformers' within {ROUNDING:g} of their norm: look at the output"
         " projection, the draws and CUDA graphs"
@@ -74,7 +74,7 @@ def _name(number: int, num_layers: int) -> str:
 
 def _describe_weights(model: Decoder, llm: LLM, number: int) -> str:
     """Say which of the weights that make a stream is not the one in the checkpoint's files."""
-    layers, is_edge = "model.layers.", number in (0, len(model.layers))
+    layers, is_edge = "model.layers.", number in (0, model.num_layers)
     used, copies, table = dict[str, list[Tensor]](), dict[str, list[Tensor]](), Table()
     for name, shards in table_of(model).items():
         is_own = name.startswith(f"{layers}{number - 1}.") or (is_edge and not name.startswith(layers))

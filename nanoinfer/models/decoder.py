@@ -69,7 +69,7 @@ class Decoder(CausalLM):
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
         layers, self.joint = make_layers(model, max_model_len, rotaries, backend, tp)
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.num_layers = nn.ModuleList(layers), len(layers)
         self.result_projection = _make_result_projection(model)
         self.head_transform = _make_head_transform(model)
         self.lm_head = self._make_head(model, head_dtype)

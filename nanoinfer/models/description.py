@@ -75,6 +75,7 @@ class ModuleNames:
     paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
     expert_latents: the projections of MoEConfig.latent_size: to it, and back
     flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
+    are_of_halves: each two layers are one in the checkpoint
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -106,6 +107,11 @@ class ModuleNames:
     paired_experts: bool = False
     expert_latents: tuple[str, str] = ("", "")
     flat_experts: tuple[str, ...] = ()
+    are_of_halves: bool = False
+
+    def prefix(self, layer: int) -> str:
+        """Return how the names of a layer's tensors begin."""
+        return f"model.layers.{layer // 2 if self.are_of_halves else layer}."
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,9 @@ class MoEConfig:
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
     shared_gate: the sigmoid of a gate weights its result
     biases: the router and the experts' projections have biases
-    beside: given if the experts stand beside an MLP; None: they stand in its place
+    beside: given if the experts stand beside an MLP; "halves": each two layers are the halves of one, and the first
+        half's experts stand beside both: they get what its MLP gets, and their result is added behind the second half;
+        None: they stand in its place
     """
 
     layers: tuple[bool, ...]
@@ -135,7 +143,7 @@ class MoEConfig:
     shared_gate: bool = False
     biases: bool = False
     latent_size: int | None = None
-    beside: BesideMLP | None = None
+    beside: BesideMLP | Literal["halves"] | None = None
 
     @property
     def used(self) -> int:
@@ -165,8 +173,6 @@ class Description:
     embedded_ids: how many ids have an embedding, if further ones than those that have a logit; None: vocab_size
     layer_names: for each layer, its names, where layers differ in those of norms, MLPs or latent attention; empty: all
         have `names`
-    in_halves: a layer of the checkpoint is two layers here, its halves; the experts of the first half get what its MLP
-        gets, and their result is added behind the second half
     norm: what the norms are
     inner_norm: what those of embeddings, queries and keys are; None: as the others
     last_norm: what the last one is; None: as the others
@@ -236,7 +242,6 @@ class Description:
     has_one_branch: bool = False
     names: ModuleNames = ModuleNames()
     layer_names: tuple[ModuleNames, ...] = ()
-    in_halves: bool = False
     embedded_ids: int | None = None
     norm: NormKind = RMS_NORM
     inner_norm: NormKind | None = None
@@ -304,13 +309,14 @@ class Description:
         """What of a text a classifier's head reads."""
         return "last" if self.text_head is None else self.text_head.reads
 
-    def prefix(self, layer: int) -> str:
-        """Return how the names of a layer's tensors begin."""
-        return f"model.layers.{layer // 2 if self.in_halves else layer}."
-
     def names_of(self, layer: int) -> ModuleNames:
-        """Return the names that a layer's modules have behind the prefix."""
+        """Return the names of a layer's modules."""
         return self.layer_names[layer] if self.layer_names else self.names
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether each two layers are the halves of one."""
+        return self.experts is not None and self.experts.beside == "halves"
 
     @property
     def different_layers(self) -> list[int]:
@@ -326,7 +332,7 @@ class Description:
         """The intermediate size of each layer's MLP; 0: the layer has none."""
         experts, double_from = self.experts, self.double_from or self.num_layers
         replaced = [False] * self.num_layers
-        if experts is not None and experts.beside is None and not self.in_halves:
+        if experts is not None and experts.beside is None:
             replaced = list(experts.layers)
         sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
         if self.has_one_branch:
@@ -387,8 +393,8 @@ class Description:
 
     def expert_format(self, layer: int) -> Format:
         """Return the format of the experts of a layer that has some."""
-        names = self.names_of(layer)
-        return self.formats.of(f"{self.prefix(layer)}{names.expert.format(0)}.{names.expert_up}")
+        names = self.names
+        return self.formats.of(f"{names.prefix(layer)}{names.expert.format(0)}.{names.expert_up}")
 
     @property
     def head_inputs(self) -> int:

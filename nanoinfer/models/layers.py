@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.layers.experts import MixtureOfExperts
+from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputBranch
 from nanoinfer.layers.norm import Joint, NormLayer, add_branches
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
@@ -172,7 +173,7 @@ def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> La
     if model.layer_inputs is None:
         return None
     how = model.layer_inputs, model.hidden_size, model.activation, tp, model.formats
-    return LayerInputBranch(model.prefix(layer), layer, *how)
+    return LayerInputBranch(model.names.prefix(layer), layer, *how)
 
 
 def _norm(
@@ -180,7 +181,7 @@ def _norm(
 ) -> NormLayer | None:
     if name is None:
         return None
-    path = model.prefix(layer) + name
+    path = model.names.prefix(layer) + name
     eps = (eps or model.norm_eps) / model.residual_scale**2
     return NormLayer(path, model.hidden_size, eps, model.norm, scale_name=scale_name)
 
@@ -196,7 +197,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     assert model.residual_scale == 1 or (not has_post and names.last_norm is not None)
     norm, post_eps = partial(_norm, model), model.post_norm_eps
     sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
-    is_beside = model.experts is not None and model.experts.beside is not None
+    is_beside = model.experts is not None and isinstance(model.experts.beside, BesideMLP)
     post, stream, sums = None, None, model.layer_inputs is None and model.embedding_norm is None
     for layer, names in enumerate(by_layer):
         yield Joint(post, norm(layer, names.attention_norm, stream), tp, whole, sums)
@@ -209,7 +210,7 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         if model.layer_inputs is not None:
             yield Joint(post, None, tp, whole, sums)
             post, sums = norm(layer, model.layer_inputs.post_norm), True
-        stream = None if names.layer_scale is None else model.prefix(layer) + names.layer_scale
+        stream = None if names.layer_scale is None else model.names.prefix(layer) + names.layer_scale
     last = None
     if names.last_norm is not None:
         kind = model.last_norm or model.norm

@@ -31,7 +31,7 @@ def make_mixer(
     tp: TensorParallel,
 ) -> Mixer:
     """Make the mixer of a layer that has one. rotary, scales, backend: for attention"""
-    sizes, prefix = model.mixers[layer], model.prefix(layer)
+    sizes, prefix = model.mixers[layer], model.names.prefix(layer)
     assert not isinstance(sizes, NoMixer)
     if model.is_encoder:
         return SelfAttention(model, layer, within_texts(model, layer, rotary, tp), tp)

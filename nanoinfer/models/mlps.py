@@ -33,7 +33,7 @@ class MLP(nn.Module):
 
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        prefix, size, names = model.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
+        prefix, size, names = model.names.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
         unit = _unit_of(size, model, tp)
         gate_up = side_by_side(tuple(prefix + name for name in names.gate_up), (size // unit, size // unit), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.formats)
@@ -56,7 +56,7 @@ class UngatedMLP(nn.Module):
 
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        prefix, size, names = model.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
+        prefix, size, names = model.names.prefix(layer), model.mlp_sizes[layer], model.names_of(layer)
         unit = _unit_of(size, model, tp)
         up = side_by_side((prefix + names.gate_up[0],), (size // unit,), unit)
         self.up_proj = ColumnParallelLinear(up, model.hidden_size, tp, model.mlp_bias, model.formats)
@@ -76,17 +76,17 @@ class UngatedMLP(nn.Module):
 def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     """Make the layer's MLP, or the experts that it has instead, or both; of a half, the MLP alone."""
     experts = model.experts
-    if experts is None or not experts.layers[layer] or model.in_halves:
+    if experts is None or not experts.layers[layer] or experts.beside == "halves":
         return MLP(model, layer, tp) if model.is_gated else UngatedMLP(model, layer, tp)
     made = make_experts(model, experts, layer, tp)
     if experts.beside is None:
         return made
-    return ExpertsBesideMLP(model.prefix(layer), experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
+    return ExpertsBesideMLP(model.names.prefix(layer), experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
 
 
 def make_experts(model: Description, experts: MoEConfig, layer: int, tp: TensorParallel) -> MixtureOfExperts:
     """Make the layer's experts. experts: the model's"""
-    names, prefix = model.names_of(layer), model.prefix(layer)
+    names, prefix = model.names_of(layer), model.names.prefix(layer)
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
     width, own = experts.latent_size or model.hidden_size, (experts.size, share.start, len(share))
     sizes = ExpertSizes(experts.count, width, *own, experts.routing.identities)

@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         self, model: Description, layer: int, attention: Attention | TextAttention, tp: TensorParallel
     ) -> None:
         super().__init__()
-        prefix, heads = model.prefix(layer), model.kv_heads[layer]
+        prefix, heads = model.names.prefix(layer), model.kv_heads[layer]
         self.head_dim = heads.dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.limit = model.qkv_limit
@@ -86,12 +86,12 @@ def over_cache(
     tp: TensorParallel,
 ) -> Attention:
     """Return the attention of a decoder's layer."""
-    prefix, memory, heads = model.prefix(layer), model.memory(tp.size), model.kv_heads[layer]
+    prefix, memory, heads = model.names.prefix(layer), model.memory(tp.size), model.kv_heads[layer]
     source = layer if heads.source is None else heads.source
     pages = pages_of(memory[source])
     assert pages is not None
     return Attention(
-        f"{model.prefix(source)}self_attn",
+        f"{model.names.prefix(source)}self_attn",
         tp,
         source,
         kinds_of(memory).index(pages),
@@ -112,7 +112,7 @@ def within_texts(model: Description, layer: int, rotary: RotaryEmbedding | None,
     """Return the attention of an encoder's layer."""
     heads = model.kv_heads[layer]
     kv_heads = len(share_of(heads.count * heads.dim, tp.rank, tp.size, heads.dim)) // heads.dim
-    norms = _query_and_key_norms(model, heads, model.prefix(layer), tp)
+    norms = _query_and_key_norms(model, heads, model.names.prefix(layer), tp)
     q_norm, k_norm = norms or (None, None)
     both = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     scoring = model.attention_scale, model.windows[layer]

@@ -57,7 +57,7 @@ def row_model_of(model: CausalLM, description: Description, cached: CachedLayers
         return None
     layers = list(_layers_of(model, cached))
     embeddings, last_norm = model.embedding.weight, model.joint.pre
-    if len(layers) < description.num_layers or {part.dtype for part in layers[0]} != {embeddings.dtype}:
+    if len(layers) < model.num_layers or {part.dtype for part in layers[0]} != {embeddings.dtype}:
         return None
     mixer = model.layers[0].mixer
     assert isinstance(mixer, SelfAttention)

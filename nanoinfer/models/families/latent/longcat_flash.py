@@ -26,7 +26,6 @@ def describe(config: PretrainedConfig) -> Description:
         True,
         names=_names_of(0),
         layer_names=(_names_of(0), _names_of(1)) * config.num_layers,
-        in_halves=True,
         o_bias=config.attention_bias,
         experts=experts,
         skipped=("model.mtp.",),
@@ -49,6 +48,7 @@ def _names_of(half: int) -> ModuleNames:
         down=f"mlps.{half}.down_proj",
         routers=("mlp.router.classifier",),
         corrections=("mlp.router.e_score_correction_bias",),
+        are_of_halves=True,
     )
 
 
@@ -60,7 +60,7 @@ def _read_experts(config: PretrainedConfig) -> MoEConfig:
     experts = read_experts(config, layers, "expert_ffn_hidden_size", False, None, *names, none)
     assert experts is not None
     routing = replace(experts.routing, scale=float(positive("routed_scaling_factor", config.routed_scaling_factor)))
-    return replace(experts, routing=routing, corrected=True, float32_router=True)
+    return replace(experts, routing=routing, corrected=True, float32_router=True, beside="halves")
 
 
 def _spelling(experts: MoEConfig) -> Spelling:
