@@ -150,3 +150,20 @@ def test_settings_by_which_a_prompt_would_be_another(
         (tmp_path / file).write_text(json.dumps({**content, **settings} if file == PROCESSOR else content))
     with pytest.raises(ValueError, match=f"{PROCESSOR}{said}"):
         processor_of(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("granite-docling", {"fine_route": True}, "fine_route=True: must be False"),
+        ("minicpm-v4.6", {"downsample_mode": "4x"}, "downsample_mode='4x': must be '16x'"),
+        ("minicpm-v4.6", {"use_image_id": False}, "use_image_id=False: must be True"),
+    ],
+)
+def test_settings_of_an_image_processor_that_cannot_be(
+    name: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config, file = SEEING[name].build(tmp_path).config, tmp_path / PREPROCESSOR
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    with pytest.raises(ValueError, match=f"{PREPROCESSOR} has {said}"):
+        processor_of(str(tmp_path), config)

@@ -182,7 +182,8 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
 
     def renamed(key: str) -> str:
         key = key.replace("mlp_AR.", "projector.")  # PaddleOCR-VL's
-        if any(part in key for part in ("vision", "visual", "projector", "audio", "connector")):
+        beside = "vision", "visual", "projector", "audio", "connector", "merger", "density_router"
+        if any(part in key for part in beside):
             return key.removeprefix("model.") if key.startswith("model.") else f"model.{key}"
         if is_old:
             key = key.removeprefix("language_model.")

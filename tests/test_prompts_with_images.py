@@ -27,7 +27,7 @@ from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import ImageSource, Pixels, PixelsOnDemand, join, normalised
+from nanoinfer.vision.pixels import COUNT, ImageSource, Pixels, PixelsOnDemand, join, normalised
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
@@ -72,10 +72,12 @@ class Checkpoint:
         tokens = torch.tensor([[*prompt.token_ids, *generated]])
         # Spans of one image share their pixels.
         pixels = [own for span, own in zip(prompt.spans, prompt.pixels, strict=True) if span.first == 0]
-        inputs = {name: join([own[name] for own in pixels]) for name in (pixels[0] if pixels else ())}
-        takes_tiles = hasattr(self.model.model, "connector")  # of all images of a prompt
-        if pixels and takes_tiles:
-            inputs["pixel_values"] = inputs["pixel_values"][None]
+        names = (pixels[0].keys() if pixels else set()) - {COUNT}
+        inputs = {name: join([own[name] for own in pixels]) for name in names}
+        if pixels and hasattr(self.model.model, "vision_model"):  # takes tiles of all images of a prompt
+            inputs = {name: tensor[None] for name, tensor in inputs.items()}
+        elif pixels and hasattr(self.model.model, "merger"):  # takes patches of all images side by side
+            inputs["pixel_values"] = torch.cat([own["pixel_values"] for own in pixels], dim=-1)
         elif pixels and "mistral" not in self._seeing.case:
             inputs["token_type_ids" if "gemma3" in self._seeing.case else "mm_token_type_ids"] = types
         if pixels and "unified" in self._seeing.case:

@@ -20,14 +20,14 @@ pytest.importorskip("PIL")
 from cases.multimodal import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import IMAGE, SEEING, processor_of
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.config import Config
 from nanoinfer.runner.start.trials import largest_image
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_media
-from nanoinfer.vision.pixels import bytes_of, count_embeddings
+from nanoinfer.vision.pixels import COUNT, bytes_of, count_embeddings
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower
@@ -75,6 +75,11 @@ def embeddings_in(prompt: VisionPrompt, encoded: dict[bytes, Encoded]) -> torch.
     return torch.cat([encoded[span.key].embeddings[span.first : span.first + span.count] for span in prompt.spans])
 
 
+def scale_of(config: PreTrainedConfig) -> float:
+    """By what a model multiplies embeddings, images' too."""
+    return getattr(config.get_text_config(), "embedding_multiplier", 1.0)
+
+
 each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 3, 6, 7, 9))
 
 
@@ -94,10 +99,11 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
     assert [(len(one.embeddings), len(one.deep)) for one in encoded.values()] == [
         (count, ours.tower.num_deep) for count in counts
     ]
-    inputs = {key: wanted[key] for key in prompt.pixels[0]}
+    inputs = {key: wanted[key] for key in prompt.pixels[0] if key != COUNT}
     with torch.inference_mode():
         features = ours.model.model.get_image_features(**inputs, return_dict=True)
-    expected = torch.cat(list(features.pooler_output))
+    expected = torch.cat([rows.flatten(0, -2) for rows in features.pooler_output])
+    expected *= scale_of(ours.config)
     torch.testing.assert_close(embeddings_in(prompt, encoded), expected, atol=1e-5, rtol=1e-5)
     for layer, deep in enumerate(getattr(features, "deepstack_features", None) or []):
         found = torch.cat([one.deep[layer] for one in encoded.values()])
@@ -208,6 +214,8 @@ def test_the_largest_image_is_known(name: str, checkpoint: Callable[[str], Check
         ("gemma4", {"max_soft_tokens": 140}, 10 * 14),
         ("gemma4 unified", {}, 7 * 10),
         ("mistral3", {}, 5 * 5),
+        ("internvl", {"max_patches": 2}, (2 + 1) * 4),
+        ("minicpm-v4.6", {"max_slice_nums": 1}, 28),  # of an image 200 times as wide as high
     ],
 )
 def test_no_image_has_more_tokens(
@@ -402,12 +410,12 @@ def test_a_tower_has_a_dtype_of_its_own(name: str, checkpoint: Callable[[str], C
     pixels = by_image(ours.processor.prepare("prompt", ours.text(1), [picture(64, 64)]))
     (rounded,) = tower.encode(pixels)
     oracle = AutoModelForImageTextToText.from_pretrained(ours.folder, dtype=torch.bfloat16).eval()
-    inputs = dict(pixels[0])
-    if hasattr(oracle.model, "connector"):  # takes tiles of all images of a prompt
-        inputs["pixel_values"] = inputs["pixel_values"][None]
+    inputs = {key: tensor for key, tensor in pixels[0].items() if key != COUNT}
+    if hasattr(oracle.model, "vision_model"):  # takes tiles of all images of a prompt
+        inputs = {key: tensor[None] for key, tensor in inputs.items()}
     with torch.inference_mode():
         features = oracle.model.get_image_features(**inputs, return_dict=True)
-    assert torch.equal(rounded.embeddings, features.pooler_output[0])
+    assert torch.equal(rounded.embeddings, features.pooler_output[0] * scale_of(ours.config))
 
 
 def test_a_tower_has_no_memory_for_the_language_model(checkpoint: Callable[[str], Checkpoint]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
+from nanoinfer.vision.largest import EDGES, SIDE, counts_pixels, largest_size
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.pixels import (
+    COUNT,
     PIXEL_VALUES,
     SCALES,
     ImageSource,
@@ -34,14 +35,15 @@ KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 FLOAT_BYTES = 4  # of a pixel's value, once it is normalised
 TOKEN_BYTES = 8  # of a token's place in a list
-EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
-OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
-# Are made for the prompt alone, or say of each pixel of an image's tiles that it is there.
-COUNTS = ("num_crops", "num_patches", "num_soft_tokens_per_image", "rows", "cols", "pixel_attention_mask")
-ASPECT = 200  # no longer image is taken where sizes count pixels
+OPTIONS = (
+    "do_pan_and_scan",
+    "max_patches",
+    "max_slice_nums",
+    "max_soft_tokens",
+    "size",
+)  # that say how large an image becomes in other classes
 CHANNELS = 3
 FRAMES = "temporal_patch_size"  # of an image processor: a tower for videos takes an image so many times
-SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class PreparedImage:
     @property
     def shapes(self) -> Pixels:
         """What its positions depend on, by transformers' names."""
-        return {name: self.pixels[name] for name in self.pixels if name != PIXEL_VALUES}
+        return {name: self.pixels[name] for name in self.pixels if name not in (PIXEL_VALUES, COUNT)}
 
 
 class ImageProcessor:
@@ -152,26 +154,16 @@ class ImageProcessor:
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of none more is made, for plans of memory."""
-        return self.prepare(self._blank, _blank(*self._largest_size()))
-
-    def _largest_size(self) -> tuple[int, int]:
-        """Return the height and the width of an image of which the most tokens are made."""
         size = {**_size_of(self._processor), **self._options.get("size", {})}
-        if self._setting("do_pan_and_scan"):
-            height = self._setting("pan_and_scan_min_crop_size")
-            return height, height * self._setting("pan_and_scan_max_num_crops")
-        if self._setting("crop_to_patches"):
-            return _fill(self._setting("max_patches"), size["height"])
-        if _counts_pixels(size):
-            side = self._setting("patch_size") * self._setting("merge_size")
-            most = size["longest_edge"] // side**2
-            return largest_shape(most, side)
-        if most := self._setting("max_soft_tokens"):
-            return _fill(most, self._setting("patch_size") * self._setting("pooling_kernel_size"))
-        return (size.get("longest_edge", SIDE),) * 2
+        return self.prepare(self._blank, _blank(*largest_size(self._processor, {**self._options, "size": size})))
 
-    def _setting(self, name: str) -> Any:
-        return self._options.get(name, getattr(self._processor, name, None))
+    def numbered(self, image: PreparedImage, number: int) -> PreparedImage:
+        """Return an image with what is written before it; number: how many are before it in the prompt"""
+        if self._placeholder.number is None:
+            return image
+        text = self._placeholder.number(number)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return replace(image, text=text + image.text, token_ids=token_ids + image.token_ids)
 
     def load(self, source: ImageSource) -> Tensor:
         """Return the pixel values, in bytes, of an image that was prepared before, here or in another process."""
@@ -185,7 +177,7 @@ class ImageProcessor:
         """Return what stands for the images of one size, of what the image processor has made of one."""
         text = self._placeholder.expand(made)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        others = {name: tensor for name, tensor in made.items() if name not in (PIXEL_VALUES, *COUNTS)}
+        others = {name: made[name] for name in self._placeholder.inputs}
         pixel_bytes = FLOAT_BYTES * count_values({**made, SCALES: self._scales}) + bytes_of(others)
         return Standin(text, token_ids, token_ids.count(self._image_id), others, pixel_bytes)
 
@@ -201,8 +193,10 @@ class ImageProcessor:
         except Exception as error:
             height, width, _ = image.shape
             raise ValueError(f"{name}, {width} x {height} pixels: cannot be processed: {error}") from error
-        values = made[PIXEL_VALUES]
-        return made if values.ndim < 5 else {**made, PIXEL_VALUES: values[0]}  # of Idefics 3's one prompt
+        if made[PIXEL_VALUES].ndim < 5:
+            return made
+        of_prompt = {name: made[name][0] for name in (PIXEL_VALUES, *self._placeholder.inputs)}
+        return {**made, **of_prompt}  # Idefics 3's tiles come by prompts
 
     def _key(self, image: np.ndarray) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
@@ -225,30 +219,14 @@ def _blank(height: int, width: int) -> np.ndarray:
     return np.zeros((height, width, 3), np.uint8)
 
 
-def largest_shape(most: int, side: int) -> tuple[int, int]:
-    """Return the height and the width of at most so many squares, as what is made of an image, or a few more."""
-    return _fill(most, side) if most > ASPECT else (side, ASPECT * side)  # of a long image, few become more
-
-
-def _fill(most: int, side: int) -> tuple[int, int]:
-    """Return the height and the width, alike, of a rectangle that has as many squares as can be, of at most so many."""
-    rows = max(range(isqrt(most) // 2 + 1, isqrt(most) + 1), key=lambda rows: rows * (most // rows))
-    return rows * side, most // rows * side
-
-
 def _size_of(image_processor: Any) -> dict[str, int]:
     return dict(getattr(image_processor, "size", None) or {})
-
-
-def _counts_pixels(size: Mapping[str, int]) -> bool:
-    """Whether the edges in an image processor's size are numbers of pixels."""
-    return size.keys() >= set(EDGES.values())
 
 
 def _resolve_options(image_processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as the image processor names them."""
     size = _size_of(image_processor)
-    edges = EDGES if _counts_pixels(size) else {}
+    edges = EDGES if counts_pixels(size) else {}
     known = [*edges, *(name for name in OPTIONS if name in image_processor.valid_kwargs.__annotations__)]
     resolved: dict[str, Any] = {}
     for name, value in options.items():

@@ -15,6 +15,9 @@ PIXEL_VALUES = "pixel_values"  # the one input of a tower whose numbers depend o
 # are equal, [2, channels, frames] float32
 SCALES = "scales"
 GRIDS = "image_grid_thw"  # what Qwen's towers also take: how many frames, rows and columns of patches there are
+SIZES = "image_sizes"  # what Mistral's takes
+TARGETS = "target_sizes"  # what MiniCPM-V's takes: how many rows and columns of patches an image and its slices have
+MASK = "pixel_attention_mask"  # what towers of padded tiles take: which are there
 COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
 Pixels = Mapping[str, Tensor]
 
@@ -70,13 +73,15 @@ class PixelsOnDemand(Pixels):
         return {PIXEL_VALUES: values, SCALES: self._scales, COUNT: count, **self._others}
 
     def __getitem__(self, name: str) -> Tensor:
-        return normalised(self.in_bytes()) if name == PIXEL_VALUES else self._others[name]
+        if name == PIXEL_VALUES:
+            return normalised(self.in_bytes())
+        return torch.tensor(self._count) if name == COUNT else self._others[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((PIXEL_VALUES, *self._others))
+        return iter((PIXEL_VALUES, COUNT, *self._others))
 
     def __len__(self) -> int:
-        return 1 + len(self._others)
+        return 2 + len(self._others)
 
     def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, ImageSource]]:
         return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._count, self._source)
@@ -107,7 +112,7 @@ def count_values(pixels: Pixels) -> int:
 
 
 def count_embeddings(pixels: Pixels) -> int:
-    """Return how many embeddings are made of an image; pixels: in bytes"""
+    """Return how many embeddings are made of an image."""
     return int(pixels[COUNT])
 
 
@@ -115,7 +120,7 @@ def bytes_of(pixels: Pixels) -> int:
     """Return how many bytes an image's pixels have, and what comes with them."""
     if isinstance(pixels, PixelsOnDemand):
         return pixels.num_bytes
-    return sum(tensor.nbytes for tensor in pixels.values())
+    return sum(tensor.nbytes for name, tensor in pixels.items() if name != COUNT)
 
 
 def join(tensors: list[Tensor]) -> Tensor:

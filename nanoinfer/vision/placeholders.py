@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.vision.pixels import Pixels
+from nanoinfer.vision.pixels import GRIDS, MASK, SIZES, TARGETS, Pixels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,7 +27,10 @@ class Placeholder:
     text: what a prompt has in the image's place
     image_processor: the class of transformers' that makes pixels; checkpoints name it variously
     expand: returns what the text becomes; it takes what the image processor made of the image
+    inputs: what the tower takes of that, beside the pixel values
+    number: returns what is written before an image of that number in its prompt; None: nothing
     options: of the image processor
+    required: settings of the image processor, and the values that they must have
     fixed: settings of the class's processor, which is not run here, and the values that they must have
     ignored: those that change nothing of an image
     """
@@ -35,7 +38,10 @@ class Placeholder:
     text: str
     image_processor: str
     expand: Callable[[Pixels], str]
+    inputs: tuple[str, ...] = ()
+    number: Callable[[int], str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Collection[Any]] = field(default_factory=dict)
     fixed: Mapping[str, Collection[Any]] = field(default_factory=dict)
     ignored: Collection[str] = ()
 
@@ -52,7 +58,7 @@ def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         return " ".join([text, *[whole] * crops])
 
     fixed = {"image_seq_length": (config.mm_tokens_per_image,)}
-    return Placeholder(begin, "Gemma3ImageProcessor", expand, CROPS, fixed)
+    return Placeholder(begin, "Gemma3ImageProcessor", expand, options=CROPS, fixed=fixed)
 
 
 def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -62,7 +68,7 @@ def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         return f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}"
 
     ignored = "image_seq_length", "audio_seq_length", "audio_ms_per_token"
-    return Placeholder(image, "Gemma4ImageProcessor", expand, ignored=ignored)
+    return Placeholder(image, "Gemma4ImageProcessor", expand, ("image_position_ids",), ignored=ignored)
 
 
 def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -89,11 +95,36 @@ def _idefics3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
 
     options = {"return_row_col_info": True}
     fixed = {"image_seq_len": (length,)}
-    return Placeholder(image, "Idefics3ImageProcessor", expand, options, fixed)
+    return Placeholder(image, "Idefics3ImageProcessor", expand, options=options, fixed=fixed)
 
 
 def _smolvlm(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return replace(_idefics3(config, tokenizer), image_processor="SmolVLMImageProcessor")
+
+
+def _granite_docling(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    """As Idefics 3's, but for an image of one tile; a page's finer tokens are not asked for."""
+    of = config.vision_config
+    length = (of.image_size // of.patch_size) ** 2 // of.scale_factor**2
+    image, begin = _image(config, tokenizer), "<fake_token_around_image>"
+
+    def expand(made: Pixels) -> str:
+        rows, columns = (int(made[name][0][0]) for name in ("rows", "cols"))
+        tiles = [
+            "".join(f"{begin}<row_{row}_col_{column}>{image * length}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        ]
+        whole = f"\n{begin}<global-img>{image * length}{begin}" if rows * columns > 1 else ""
+        return "".join(tiles) + whole
+
+    return Placeholder(
+        image,
+        "GraniteDoclingImageProcessor",
+        expand,
+        (MASK,),
+        required={"fine_route": (False,)},
+        fixed={"image_seq_len": (length,)},
+    )
 
 
 def _internvl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -103,7 +134,31 @@ def _internvl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         return f"{begin}{image * (config.image_seq_length * int(made['num_patches'][0]))}{end}"
 
     fixed = {"image_seq_length": (config.image_seq_length,)}
-    return Placeholder(image, "GotOcr2ImageProcessor", expand, {"crop_to_patches": True}, fixed)
+    options = {"crop_to_patches": True}
+    return Placeholder(image, "GotOcr2ImageProcessor", expand, options=options, fixed=fixed)
+
+
+def _minicpmv(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    image, merged = _image(config, tokenizer), 4 if config.downsample_mode == "4x" else 16
+    begin, end = tokenizer.image_start_token, tokenizer.image_end_token
+    slice_begin, slice_end = tokenizer.slice_start_token, tokenizer.slice_end_token
+
+    def expand(made: Pixels) -> str:
+        whole, *slices = (image * (int(size.prod()) // merged) for size in made[TARGETS])
+        columns = int(made["grids"][0][1])
+        parts = [f"{slice_begin}{own}{slice_end}" for own in slices]
+        rows = ("".join(parts[first : first + columns]) for first in range(0, len(parts), columns or 1))
+        return f"{begin}{whole}{end}" + "\n".join(rows)
+
+    return Placeholder(
+        image,
+        "MiniCPMV4_6ImageProcessor",
+        expand,
+        (TARGETS,),
+        lambda number: f"{tokenizer.image_id_start_token}{number}{tokenizer.image_id_end_token}",
+        required={"downsample_mode": (config.downsample_mode,), "use_image_id": (True,)},
+        fixed={"use_image_id": (True,)},
+    )
 
 
 def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -111,7 +166,7 @@ def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     side = patch * merge
 
     def expand(made: Pixels) -> str:
-        height, width = (int(length) // side for length in made["image_sizes"][0])
+        height, width = (int(length) // side for length in made[SIZES][0])
         return ROW_END.join([image * width] * height) + IMAGE_END
 
     fixed = {
@@ -121,16 +176,17 @@ def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         "image_end_token": (IMAGE_END,),
     }
     ignored = ("image_token",)  # for image_token_id in the config decides
-    return Placeholder(image, "PixtralImageProcessor", expand, {"patch_size": side}, fixed, ignored)
+    options = {"patch_size": side}
+    return Placeholder(image, "PixtralImageProcessor", expand, (SIZES,), options=options, fixed=fixed, ignored=ignored)
 
 
 def _qwen(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, merged = _image(config, tokenizer), config.vision_config.spatial_merge_size**2
 
     def expand(made: Pixels) -> str:
-        return image * (int(made["image_grid_thw"].prod()) // merged)
+        return image * (int(made[GRIDS].prod()) // merged)
 
-    return Placeholder(image, "Qwen2VLImageProcessor", expand)
+    return Placeholder(image, "Qwen2VLImageProcessor", expand, (GRIDS,))
 
 
 def _glm4v(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -158,8 +214,10 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
     "Glm46VForConditionalGeneration": _glm46v,
+    "GraniteDoclingForConditionalGeneration": _granite_docling,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": _internvl,
+    "MiniCPMV4_6ForConditionalGeneration": _minicpmv,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
     "Qwen2VLForConditionalGeneration": _qwen,

@@ -105,6 +105,7 @@ class VisionProcessor:
             placeholder, of_videos = maker(config, tokenizer), kind_of(folder, config, tokenizer)
             processor = _read_processor(folder, placeholder.image_processor)
             _check_whole(Path(folder) / OF_ALL, placeholder)
+            _check_required(processor, placeholder)
         self._tokenizer, opener, options = tokenizer, Opener(image_folder), options or {}
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id
@@ -148,7 +149,7 @@ class VisionProcessor:
                 for index, source in enumerate(given)
             }
         ordered = {own: prepared[own] for own in self._order(prompt)}
-        token_ids = self._expand(prompt, list(ordered.values()), add_special_tokens)
+        token_ids = self._expand(prompt, self._numbered(ordered), add_special_tokens)
         return self._assemble(name, token_ids, ordered)
 
     def check_videos(self, name: str, videos: Sequence[Any]) -> None:
@@ -195,6 +196,13 @@ class VisionProcessor:
         for noun in found:
             yield f"{noun} {counts[noun]}"
             counts[noun] += 1
+
+    def _numbered(self, seen: Mapping[str, Prepared]) -> list[Prepared]:
+        """Return images and videos in their order, each image with its number where the class writes such."""
+        return [
+            self.images.numbered(own, int(name.split()[1])) if isinstance(own, PreparedImage) else own
+            for name, own in seen.items()
+        ]
 
     def _expand(self, prompt: str | Sequence[int], seen: Sequence[Prepared], add_special_tokens: bool) -> list[int]:
         """Return the tokens of a prompt in which each placeholder became those of an image or a video."""
@@ -285,6 +293,14 @@ def _check_whole(file: Path, placeholder: Placeholder) -> None:
     """Raise ValueError for settings of the class's processor by which a prompt would be another."""
     said = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     check_settings(str(file), said, (*PARTS, *NAMES, *placeholder.ignored), placeholder.fixed)
+
+
+def _check_required(image_processor: Any, placeholder: Placeholder) -> None:
+    """Raise ValueError for settings of an image processor by which a prompt, or a tower's input, would be another."""
+    for name, allowed in placeholder.required.items():
+        value = getattr(image_processor, name)
+        if value not in allowed:
+            raise ValueError(f"{OF_IMAGES} has {name}={value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
 def _read_processor(folder: str, name: str) -> Any:

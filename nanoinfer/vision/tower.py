@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,19 @@ from torch import Tensor, nn
 
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
-from nanoinfer.vision.pixels import COUNT, GRIDS, PIXEL_VALUES, SCALES, Pixels, count_values, join, normalised
+from nanoinfer.vision.pixels import (
+    COUNT,
+    GRIDS,
+    PIXEL_VALUES,
+    SCALES,
+    SIZES,
+    TARGETS,
+    Pixels,
+    count_embeddings,
+    count_values,
+    join,
+    normalised,
+)
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.shards import Shard, Table
@@ -20,9 +31,8 @@ from nanoinfer.weights.shards import Shard, Table
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SIZES = "image_sizes"  # an input of Mistral's tower
-OF_VALUES = (PIXEL_VALUES, SCALES)
-OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")  # of transformers' model
+NO_INPUTS = (PIXEL_VALUES, SCALES, COUNT)  # what a tower takes otherwise, or not
+OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio", "density_router")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 # Of pixels: ten images of a megapixel in 16 bits. To launch a batch takes the host up to 20 ms, whatever is in it, and
 # more beside threads that make pixels; an H100 takes 9 ms for an image of Qwen3-VL-2B.
@@ -53,7 +63,9 @@ class TransformersTower:
         self.num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
-        self._takes_tiles = hasattr(self._model, "connector")  # Idefics 3's, of all images of a prompt
+        self._takes_tiles = hasattr(self._model, "vision_model")  # Idefics 3's, of all images of a prompt
+        self._takes_row = hasattr(self._model, "merger")  # MiniCPM-V's, of patches side by side
+        self._scale = getattr(config.get_text_config(), "embedding_multiplier", 1)  # Granite's, of all embeddings
         self._derives = hasattr(getattr(self._model, "visual", None), "spatial_merge_size")
         if device.type == "cuda":
             take_fewer_passes(self._model)
@@ -85,7 +97,7 @@ class TransformersTower:
         batch: list[Pixels] = []
         room = self.batch_bytes
         for given in pixels:
-            image = {name: tensor for name, tensor in given.items() if name != COUNT}  # made now, if they are on demand
+            image = dict(given)  # made now, if they are on demand
             size = self._share(image)
             if batch and size > room:
                 yield batch
@@ -99,27 +111,29 @@ class TransformersTower:
         """Return how many of a batch's bytes an image takes: all, where a tower masks each pair of patches in it."""
         if SIZES in image:
             return self.batch_bytes
-        others = sum(tensor.nbytes for name, tensor in image.items() if name not in OF_VALUES)
+        others = sum(tensor.nbytes for name, tensor in image.items() if name not in NO_INPUTS)
         return self._dtype.itemsize * count_values(image) + others
 
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
         if len(batch) == 1 and self._is_one_token(batch[0]):
             return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
-        placed = [{name: self._placed(name, tensor) for name, tensor in image.items()} for image in batch]
-        inputs = {name: join([image[name] for image in placed]) for name in batch[0] if name not in OF_VALUES}
-        inputs[PIXEL_VALUES] = join([normalised(image) for image in placed])
-        if self._takes_tiles:
-            inputs[PIXEL_VALUES] = inputs[PIXEL_VALUES][None]
+        inputs = self._inputs(batch)
         features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
-        embeddings = list(features.pooler_output)
-        if self._takes_tiles:
-            embeddings = list(embeddings[0].chunk(inputs[PIXEL_VALUES].shape[1]))
-        if len(embeddings) > len(batch):  # Gemma 3's images may have crops
-            rest = iter(embeddings)
-            embeddings = [torch.cat(list(islice(rest, len(image[PIXEL_VALUES])))) for image in batch]
-        assert len(embeddings) == len(batch)
-        layers = getattr(features, "deepstack_features", None) or []
-        return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
+        counts = list(map(count_embeddings, batch))
+        embeddings = _by_image(features.pooler_output, counts)
+        deep = [_by_image(layer, counts) for layer in getattr(features, "deepstack_features", None) or []]
+        return [
+            Encoded(own if self._scale == 1 else own * self._scale, tuple(layer[image] for layer in deep))
+            for image, own in enumerate(embeddings)
+        ]
+
+    def _inputs(self, batch: list[Pixels]) -> dict[str, Tensor]:
+        """Return what transformers' model takes of several images at once, by its names."""
+        placed = [{name: self._placed(name, tensor) for name, tensor in image.items()} for image in batch]
+        inputs = {name: join([image[name] for image in placed]) for name in batch[0] if name not in NO_INPUTS}
+        values = [normalised(image) for image in placed]
+        inputs[PIXEL_VALUES] = torch.cat(values, dim=-1) if self._takes_row else join(values)
+        return {name: tensor[None] for name, tensor in inputs.items()} if self._takes_tiles else inputs
 
     def _is_one_token(self, image: Pixels) -> bool:
         if SIZES not in image:
@@ -129,7 +143,7 @@ class TransformersTower:
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
-        on_host = name == SIZES or (name == GRIDS and self._derives)
+        on_host = name in (COUNT, SIZES, TARGETS) or (name == GRIDS and self._derives)
         if on_host or self._device.type == "cpu":
             return tensor
         return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
@@ -140,6 +154,12 @@ class TransformersTower:
             return {}
         on_host, on_device = derive(self._model.visual, grids)
         return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}
+
+
+def _by_image(rows: Iterable[Tensor], counts: list[int]) -> list[Tensor]:
+    """Cut rows, which a tower returns by images, by tiles or all at once, [..., hidden_size], by images."""
+    parts = [rows] if isinstance(rows, Tensor) else rows
+    return list(torch.cat([part.flatten(0, -2) for part in parts]).split(counts))
 
 
 def _shard(name: str, tensor: Tensor) -> Shard:

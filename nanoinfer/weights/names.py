@@ -17,6 +17,7 @@ TOWER = (
     "mlp_AR.",
     "vision_model.",
     "connector.",
+    "merger.",
 )  # those of its tower
 # These begin those of all its other tensors.
 OTHER_MODELS = (
@@ -28,6 +29,7 @@ OTHER_MODELS = (
     "vision_adapter.",
     "vision_projection.",
     "mm_projector.",
+    "density_router.",
 )
 SPELLINGS = (
     ("mlp_AR.", "projector."),

@@ -32,6 +32,16 @@ EXAONE_VISION = {
     "fullatt_block_indexes": [1],
     "window_size": 56,
 }
+DOCLING_VISION = {
+    **VISION,
+    "num_hidden_layers": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "scale_factor": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0, 1],
+}
+MINICPM_VISION = {**VISION, "num_hidden_layers": 2, "image_size": 112, "patch_size": 14}
 GLM_VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -157,6 +167,26 @@ MULTIMODAL = {
         {"model_type": "llama"},
         {**VISION, "image_size": 56, "patch_size": 14},
         outer={"scale_factor": 2, "tie_word_embeddings": True},
+    ),
+    "granite-docling": Case(
+        "GraniteDoclingForConditionalGeneration",
+        "granite_docling",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+        },
+        DOCLING_VISION,
+        outer={"tie_word_embeddings": False, "density_router_hidden_size": 8},
+    ),
+    "minicpm-v4.6": Case(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "minicpmv4_6",
+        {"model_type": "qwen3_5_text", **DELTA, "tie_word_embeddings": True},
+        MINICPM_VISION,
+        keeps_states=True,
+        outer={"insert_layer_id": 0},
     ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",

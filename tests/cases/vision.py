@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +18,11 @@ from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
 from cases.multimodal import (
+    DOCLING_VISION,
     EXAONE_VISION,
     GLM_VISION,
     INTERN_VISION,
+    MINICPM_VISION,
     MULTIMODAL,
     QWEN2_VISION,
     QWEN3_5_VISION,
@@ -101,6 +104,12 @@ def _tokenizer() -> PreTrainedTokenizerBase:
         "start_image_token": BEGIN,
         "end_image_token": END,
         "context_image_token": IMAGE,
+        "image_start_token": BEGIN,
+        "image_end_token": END,
+        "slice_start_token": "<slice>",
+        "slice_end_token": "</slice>",
+        "image_id_start_token": "<image_id>",
+        "image_id_end_token": "</image_id>",
         "break_token": "[IMG_BREAK]",
         "end_token": "[IMG_END]",
     }
@@ -171,6 +180,22 @@ def _idefics3(kind: str) -> Callable[[PreTrainedTokenizerBase], Any]:
     return make
 
 
+def _docling(tokenizer: PreTrainedTokenizerBase) -> Any:
+    sizes = {"size": {"height": 56, "width": 56}, "max_patches": 2}
+    image_processor = _backend("GraniteDoclingImageProcessor")(**sizes)
+    return transformers.GraniteDoclingProcessor(image_processor, tokenizer, image_seq_len=4)
+
+
+def _minicpm(mode: str) -> Callable[[PreTrainedTokenizerBase], Any]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> Any:
+        sizes = {"scale_resolution": 112, "max_slice_nums": 4, "downsample_mode": mode}
+        image_processor = _backend("MiniCPMV4_6ImageProcessor")(**sizes)
+        of_videos = SimpleNamespace(slice_mode=False, downsample_mode=mode)  # the class itself needs torchvision
+        return transformers.MiniCPMV4_6Processor(image_processor, of_videos, tokenizer)
+
+    return make
+
+
 def _paddleocr(tokenizer: PreTrainedTokenizerBase) -> Any:
     size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
     return transformers.PaddleOCRVLProcessor(_backend("PaddleOCRVLImageProcessor")(size=size), tokenizer)
@@ -229,6 +254,9 @@ SEEING = {
     "smolvlm": Seeing(
         "smolvlm", {**VISION, "image_size": 56, "patch_size": 14}, _idefics3("SmolVLM"), outer={"scale_factor": 2}
     ),
+    "granite-docling": Seeing("granite-docling", DOCLING_VISION, _docling),
+    "minicpm-v4.6": Seeing("minicpm-v4.6", MINICPM_VISION, _minicpm("16x"), outer={"insert_layer_id": 0}),
+    "minicpm-v4.6 fine": Seeing("minicpm-v4.6", MINICPM_VISION, _minicpm("4x"), outer={"downsample_mode": "4x"}),
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),

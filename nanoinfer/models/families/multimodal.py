@@ -9,7 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import apertus, exaone4, glm, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import (
+    apertus,
+    exaone4,
+    glm,
+    granite,
+    llama,
+    mistral,
+    muse_glimmer,
+    qwen2,
+    qwen3,
+    qwen3_5,
+)
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.families.latent import deepseek, mistral4
@@ -22,6 +33,9 @@ from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+OF_IDEFICS = Spelling(parts=(("text_model.", ""),))
 
 
 def describe_apertus1p5(config: PretrainedConfig) -> Description:
@@ -66,9 +80,14 @@ def describe_glm4v_moe(config: PretrainedConfig) -> Description:
     return _in_sections(config, _describe_text(config, glm4_moe.describe_glm4v_moe), [8, 12, 12], interleaved=False)
 
 
+def describe_granite_docling(config: PretrainedConfig) -> Description:
+    """Describe a Granite Docling."""
+    return replace(_describe_text(config, granite.describe_granite), spelling=OF_IDEFICS)
+
+
 def describe_idefics3(config: PretrainedConfig) -> Description:
     """Describe an Idefics 3 or a SmolVLM."""
-    return replace(_describe_text(config, _describe_any), spelling=Spelling(parts=(("text_model.", ""),)))
+    return replace(_describe_text(config, _describe_any), spelling=OF_IDEFICS)
 
 
 def describe_internvl(config: PretrainedConfig) -> Description:
@@ -79,6 +98,11 @@ def describe_internvl(config: PretrainedConfig) -> Description:
 def describe_kimi(config: PretrainedConfig) -> Description:
     """Describe a Kimi K2.5, whose images are not read; transformers saves its layers as the tower's are named."""
     return replace(_describe_text(config, deepseek.describe_v3), spelling=Spelling(parts=((".blocks.", ".layers."),)))
+
+
+def describe_minicpmv(config: PretrainedConfig) -> Description:
+    """Describe a MiniCPM-V 4.6, whose videos are not read: a token has one position, unlike in Qwen3.5."""
+    return _describe_text(config, qwen3_5.describe)
 
 
 def describe_mistral3(config: PretrainedConfig) -> Description:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import check_int, short
-from nanoinfer.vision.image_processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, largest_shape, scales_of
+from nanoinfer.vision.image_processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, scales_of
+from nanoinfer.vision.largest import largest_shape
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.pixels import GRIDS, ImageSource, PixelsOnDemand, TowerInput
 from nanoinfer.vision.videos.clip import check_fps, read_clip
