@@ -71,7 +71,7 @@ class Checkpoint:
                 "model: use_bidirectional_attention=True in its config: must be False to generate; with"
                 " runner='pooling', its texts are read"
             )
-        model = replace(model, has_tower=True) if sees else model.without_images()
+        model = replace(model, has_tower=True) if sees else model.without_media()
         if quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, quantization))
             model.check_formats(f"quantization={quantization!r}")

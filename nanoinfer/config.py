@@ -27,13 +27,13 @@ from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_sp
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.media.options import can_see, check_image_folder, check_image_options, check_images
 from nanoinfer.models.description import Description
 from nanoinfer.models.ranks import check_in_order
 from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vision.options import can_see, check_image_folder, check_image_options, check_images
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from cases.vision import IMAGE, SEEING
 from PIL.Image import Image
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
-from nanoinfer.requests.images import WithImages
+from nanoinfer.media.spans import MediaPrompt
+from nanoinfer.requests.media import WithMedia
 from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
 from nanoinfer.requests.settings import Settings
-from nanoinfer.vision.spans import VisionPrompt
 
 MAX_TOKENS = 5
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
@@ -389,11 +389,11 @@ def test_what_ends_early_lets_no_thread_prepare_further_images(
     image = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
     prompt = {"prompt": qwen.text(ONE), "multi_modal_data": {"image": image}}
     with qwen.make_llm() as llm:
-        images, begun = llm._inputs._images, list[Future[VisionPrompt]]()
+        images, begun = llm._inputs._media, list[Future[MediaPrompt]]()
         assert images is not None
         begin = images.begin
 
-        def begin_some(prompt: WithImages) -> Future[VisionPrompt]:
+        def begin_some(prompt: WithMedia) -> Future[MediaPrompt]:
             if len(begun) == 40:
                 raise KeyboardInterrupt
             begun.append(begin(prompt))

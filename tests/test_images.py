@@ -19,11 +19,11 @@ from cases.pictures import picture
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from nanoinfer.vision.ahead import ImageThreads
-from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.messages import take_media
-from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.spans import Encoded
+from nanoinfer.media.ahead import MediaThreads
+from nanoinfer.media.images.opening import Opener
+from nanoinfer.media.kept import Kept
+from nanoinfer.media.messages import take_media
+from nanoinfer.media.spans import Encoded
 
 # What an image may be
 
@@ -255,7 +255,7 @@ def test_what_is_too_large_is_not_kept() -> None:
 
 
 def test_threads_start_again_in_a_fork() -> None:
-    threads = ImageThreads(2)
+    threads = MediaThreads(2)
     assert threads.submit(int, "6").result() == 6
     child = os.fork()
     if not child:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanoinfer.media.pixels import COUNT, PIXEL_VALUES, Pixels
+from nanoinfer.media.spans import Encoded
 from nanoinfer.parallel.tensor_parallel import CPU, TensorParallel
-from nanoinfer.runner.image_messages import ChunkImages, ImagePart, NewImages
-from nanoinfer.runner.images import Images
+from nanoinfer.runner.media import MediaEmbeddings
+from nanoinfer.runner.media_messages import ChunkMedia, MediaPart, NewMedia
 from nanoinfer.runner.message import ChunkMessage
-from nanoinfer.vision.pixels import COUNT, PIXEL_VALUES, Pixels
-from nanoinfer.vision.spans import Encoded
 
 HIDDEN = 3
 T = TypeVar("T")
@@ -41,12 +41,12 @@ class Standin:
         return Encoded(embeddings, tuple(deep))
 
 
-def make(tp: TensorParallel) -> tuple[Images, Standin]:
+def make(tp: TensorParallel) -> tuple[MediaEmbeddings, Standin]:
     tower = Standin()
-    return Images(tower, tp, CPU, torch.bfloat16, HIDDEN), tower
+    return MediaEmbeddings(tower, tp, CPU, torch.bfloat16, HIDDEN), tower
 
 
-def images_of(counts: Sequence[int]) -> NewImages:
+def media_of(counts: Sequence[int]) -> NewMedia:
     """Return images of which so many embeddings are made."""
     return {
         b"%d" % number: {PIXEL_VALUES: torch.tensor(number), COUNT: torch.tensor(count)}
@@ -87,11 +87,11 @@ def on_ranks(count: int, function: Callable[[TensorParallel], T]) -> list[T]:
 )
 def test_each_rank_encodes_a_share_and_gets_all(counts: list[int], encoded: list[int]) -> None:
     alone, _ = make(TensorParallel())
-    wanted = tensors(alone.encode(images_of(counts)))
+    wanted = tensors(alone.encode(media_of(counts)))
 
     def encode(tp: TensorParallel) -> tuple[list[torch.Tensor], list[int]]:
         images, tower = make(tp)
-        made = images.encode(images_of(counts))
+        made = images.encode(media_of(counts))
         assert all(images.keeps(key) for key in made)
         return tensors(made), tower.calls
 
@@ -101,12 +101,12 @@ def test_each_rank_encodes_a_share_and_gets_all(counts: list[int], encoded: list
 
 
 def test_what_ranks_keep_is_encoded_by_none() -> None:
-    parts = [ImagePart(b"0", 1, 0, 2), ImagePart(b"1", 0, 2, 1)]
-    chunk = ChunkMessage(array("i", [0] * 3), 0, [], images=ChunkImages(parts, None))
+    parts = [MediaPart(b"0", 1, 0, 2), MediaPart(b"1", 0, 2, 1)]
+    chunk = ChunkMessage(array("i", [0] * 3), 0, [], media=ChunkMedia(parts, None))
 
     def gather(tp: TensorParallel) -> tuple[list[torch.Tensor], list[int]]:
         images, tower = make(tp)
-        images.encode(images_of([3, 1]))
+        images.encode(media_of([3, 1]))
         context = images.gather({}, [chunk])
         assert context is not None
         return [context.embeddings, *context.deep], tower.calls

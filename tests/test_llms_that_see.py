@@ -25,12 +25,12 @@ from test_spmd import Trainer, make
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
 from nanoinfer.hub import TOKENIZER_FILES
-from nanoinfer.vision import options
-from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import Pixels
-from nanoinfer.vision.processor import FILES
-from nanoinfer.vision.spans import Encoded
-from nanoinfer.vision.tower import TransformersTower
+from nanoinfer.media import options
+from nanoinfer.media.ahead import PixelsAhead
+from nanoinfer.media.pixels import Pixels
+from nanoinfer.media.processor import FILES
+from nanoinfer.media.spans import Encoded
+from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.weights.names import OfTower
 
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
@@ -144,7 +144,7 @@ class TestOptions:
         seeing, blind = (make_llm(qwen.folder, **qwen.options, images=images) for images in (True, False))
         assert qwen.generate(seeing, TEXT)[0]["token_ids"] == qwen.generate(blind, TEXT)[0]["token_ids"]
         assert (blind.memory.images, blind.memory.used) < (seeing.memory.images, seeing.memory.used)
-        assert blind.engine.ranks.runner.holdings.images is None
+        assert blind.engine.ranks.runner.holdings.media is None
         assert [", sees images, " in repr(llm) for llm in (seeing, blind)] == [True, False]
         with pytest.raises(ValueError, match=r"multi_modal_data.* LLM\(images=True\) sees"):
             qwen.generate(blind)

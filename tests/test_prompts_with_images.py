@@ -23,12 +23,12 @@ from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.engine.images import ImageFeed, PromptImages
+from nanoinfer.engine.media import MediaFeed, PromptMedia
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.media.ahead import PixelsAhead
+from nanoinfer.media.pixels import COUNT, Pixels, PixelsOnDemand, PixelSource, join, normalised
+from nanoinfer.media.spans import Encoded, MediaPrompt, MediaSpan, Tower
 from nanoinfer.models import describe
-from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import COUNT, ImageSource, Pixels, PixelsOnDemand, join, normalised
-from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
 ERROR = 3e-4 if HAS_CUDA else 1e-4  # of a log-probability
@@ -46,12 +46,12 @@ class Checkpoint:
         self.placeholders: list[int] = [config.image_token_id, *([config.video_token_id] if takes_videos else [])]
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
 
-    def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
+    def prompt(self, *parts: list[int] | Image) -> MediaPrompt:
         """Put a prompt of text and images together."""
         tokens = [token for part in parts for token in (part if isinstance(part, list) else self._image)]
         return self.processor.prepare("prompt", tokens, [part for part in parts if not isinstance(part, list)])
 
-    def prompts(self) -> list[VisionPrompt]:
+    def prompts(self) -> list[MediaPrompt]:
         """One image or several of odd sizes, first, last and in between, some of them twice."""
         one, two, wide = picture(61, 97), picture(150, 40), picture(130, 120)
         mixtures = (
@@ -64,7 +64,7 @@ class Checkpoint:
         return [self.prompt(*parts) for parts in mixtures]
 
     @torch.inference_mode()
-    def logprobs(self, prompt: VisionPrompt, generated: list[int]) -> torch.Tensor:
+    def logprobs(self, prompt: MediaPrompt, generated: list[int]) -> torch.Tensor:
         """Return transformers' log-probabilities after each token, [tokens, vocabulary]."""
         types = torch.zeros(1, len(prompt.token_ids) + len(generated), dtype=torch.int64)
         for span in prompt.spans:
@@ -105,7 +105,7 @@ def text(count: int, seed: int) -> list[int]:
 
 
 def generate(
-    llm: LLM, checkpoint: Checkpoint, prompts: list[VisionPrompt | list[int]], **settings: object
+    llm: LLM, checkpoint: Checkpoint, prompts: list[MediaPrompt | list[int]], **settings: object
 ) -> list[list[Sequence]]:
     """Run prompts, with images or without; returns the sequences of each.
 
@@ -119,7 +119,7 @@ def generate(
     return requests
 
 
-def check(seq: Sequence, prompt: VisionPrompt, checkpoint: Checkpoint) -> None:
+def check(seq: Sequence, prompt: MediaPrompt, checkpoint: Checkpoint) -> None:
     """Check that each token is the likeliest after those before it, and that log-probabilities equal transformers'."""
     tokens = seq.output_token_ids
     assert len(tokens) == seq.params.max_tokens
@@ -168,7 +168,7 @@ def test_company_samples_and_preemption(
 ) -> None:
     """Prompts with images run beside text, with several samples, in too few blocks for all."""
     own = checkpoint(name)
-    texts = [VisionPrompt(text(count, count), (), None, 0, (), {}) for count in (1, 30, 60)]
+    texts = [MediaPrompt(text(count, count), (), None, 0, (), {}) for count in (1, 30, 60)]
     prompts = [*own.prompts(), *texts]
     llm = make_llm(own.folder, **own.case.small, num_kvcache_blocks=24)
     asked = [prompt if prompt.spans else prompt.token_ids for prompt in prompts]
@@ -218,7 +218,7 @@ class Watched:
 
 
 def watch(llm: LLM) -> Watched:
-    images = llm.engine.ranks.runner.holdings.images
+    images = llm.engine.ranks.runner.holdings.media
     assert images is not None
     images._tower = tower = Watched(images._tower)
     return tower
@@ -239,7 +239,7 @@ def test_embeddings_are_kept_for_images_that_come_again(
     run(llm, own)
     assert sum(tower.counts) == 3
     llm.engine.reset_prefix_cache()
-    llm.engine.ranks.call("holdings.images.forget")
+    llm.engine.ranks.call("holdings.media.forget")
     run(llm, own)
     assert sum(tower.counts) == 6
 
@@ -247,7 +247,7 @@ def test_embeddings_are_kept_for_images_that_come_again(
 def test_no_room_to_keep_embeddings(checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint("qwen3-vl")
     llm = make_llm(own.folder, **own.case.small, max_num_batched_tokens=19)
-    images = llm.engine.ranks.runner.holdings.images
+    images = llm.engine.ranks.runner.holdings.media
     assert images is not None
     images._kept.most_bytes = 0
     run(llm, own)
@@ -259,7 +259,7 @@ def test_embeddings_without_room_are_made_ahead_once(
     """And again by the step that needs them."""
     own = checkpoint("qwen3-vl")
     llm = make_llm(own.folder, **own.case.small, max_num_seqs=1)
-    images = llm.engine.ranks.runner.holdings.images
+    images = llm.engine.ranks.runner.holdings.media
     assert images is not None
     images._kept.most_bytes = 0
     tower, prompts = watch(llm), own.prompts()[:2]
@@ -316,26 +316,24 @@ def test_an_image_that_one_step_cannot_hold(
 A, B, TEXT = b"a" * 16, b"b" * 16, 7
 
 
-def images_of(*spans: tuple[bytes, int, int] | tuple[bytes, int, int, int], whole: bool = False) -> PromptImages:
+def media_of(*spans: tuple[bytes, int, int] | tuple[bytes, int, int, int], whole: bool = False) -> PromptMedia:
     """Return the images of a prompt of ten tokens."""
     pixels = tuple[dict[str, torch.Tensor], ...]({} for _ in spans)
-    return PromptImages(
-        VisionPrompt([TEXT] * 10, tuple(ImageSpan(*span) for span in spans), None, 0, pixels, {}), whole
-    )
+    return PromptMedia(MediaPrompt([TEXT] * 10, tuple(MediaSpan(*span) for span in spans), None, 0, pixels, {}), whole)
 
 
 def test_content_tells_images_and_places_apart() -> None:
-    here, same, moved = (images_of((A, at, 4), (other, 6, 2)) for at, other in ((1, B), (1, A), (2, B)))
-    assert here.content(0, 4) == same.content(0, 4) == images_of((A, 1, 4)).content(0, 4)
+    here, same, moved = (media_of((A, at, 4), (other, 6, 2)) for at, other in ((1, B), (1, A), (2, B)))
+    assert here.content(0, 4) == same.content(0, 4) == media_of((A, 1, 4)).content(0, 4)
     assert here.content(0, 1) == here.content(8, 10) == b""
     assert len({here.content(0, 8), same.content(0, 8), moved.content(0, 8), here.content(4, 8)}) == 4
     assert here.content(0, 4) != moved.content(0, 4)
-    assert images_of((A, 1, 2)).content(0, 4) != images_of((A, 1, 2, 2)).content(0, 4)
+    assert media_of((A, 1, 2)).content(0, 4) != media_of((A, 1, 2, 2)).content(0, 4)
 
 
 def test_chunks_say_which_placeholders_of_an_image_they_have() -> None:
     """Between those of one image, other tokens may stand."""
-    images = images_of((A, 1, 2), (A, 4, 2, 2), (B, 7, 2))
+    images = media_of((A, 1, 2), (A, 4, 2, 2), (B, 7, 2))
     whole, first, second = images.chunk(0, 9), images.chunk(0, 5), images.chunk(5, 8)
     assert whole
     assert first
@@ -347,15 +345,15 @@ def test_chunks_say_which_placeholders_of_an_image_they_have() -> None:
 
 
 def test_a_chunk_ends_before_an_image_that_it_would_cut() -> None:
-    whole, causal = (images_of((A, 1, 4), whole=whole) for whole in (True, False))
+    whole, causal = (media_of((A, 1, 4), whole=whole) for whole in (True, False))
     assert [whole.last_end(end) for end in range(1, 8)] == [1, 1, 1, 1, 5, 6, 7]
     assert [causal.last_end(end) for end in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
     assert (whole.largest, causal.largest) == (4, 1)
 
 
 def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
-    images, kept = images_of((A, 1, 4), (B, 6, 2)), set[bytes]()
-    feed = ImageFeed(kept.__contains__, is_pinned=False)
+    images, kept = media_of((A, 1, 4), (B, 6, 2)), set[bytes]()
+    feed = MediaFeed(kept.__contains__, is_pinned=False)
 
     def take(*chunks: tuple[int, int]) -> list[bytes]:
         return list(feed.take((images, *chunk) for chunk in chunks))
@@ -369,8 +367,8 @@ def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
 
 def test_no_pixels_are_made_ahead_for_later_steps() -> None:
     """Of a prompt that one step cannot hold, those of its next tokens alone."""
-    feed = ImageFeed(lambda key: False, is_pinned=False)
-    seq = Sequence([TEXT] * 10, SamplingParams(), 0, 64, images=images_of((A, 1, 4), (B, 6, 2)))
+    feed = MediaFeed(lambda key: False, is_pinned=False)
+    seq = Sequence([TEXT] * 10, SamplingParams(), 0, 64, media=media_of((A, 1, 4), (B, 6, 2)))
     wanted = [(0, 5, {A}), (0, 7, {A, B}), (4, 4, {A, B}), (5, 4, {B}), (8, 9, set())]
     for seq.num_scheduled, room, keys in wanted:
         feed.look_ahead([seq], room)
@@ -380,13 +378,13 @@ def test_no_pixels_are_made_ahead_for_later_steps() -> None:
 def test_pixels_are_made_ahead_and_once() -> None:
     made: list[int] = []
 
-    def load(source: ImageSource) -> torch.Tensor:
-        made.append(source.image)
-        return torch.full((2, 3), source.image, dtype=torch.uint8)
+    def load(source: PixelSource) -> torch.Tensor:
+        made.append(source.given)
+        return torch.full((2, 3), source.given, dtype=torch.uint8)
 
     scales = torch.tensor([[1.0] * 3, [2.0] * 3])[..., None].repeat(1, 1, 2)
     grid = {"grid": torch.ones(1, dtype=torch.int64)}
-    sources = [ImageSource("image", number, bytes([number])) for number in range(3)]
+    sources = [PixelSource("image", number, bytes([number])) for number in range(3)]
     wanted = {source.key: PixelsOnDemand(grid, 56, scales, 1, source, load) for source in sources}
     ahead = PixelsAhead(is_pinned=False)
     ahead.look(wanted)

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.vision.messages import Media
-from nanoinfer.vision.pixels import PixelsOnDemand
-from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.media.messages import Media
+from nanoinfer.media.pixels import PixelsOnDemand
+from nanoinfer.media.spans import MediaPrompt
 
 IMAGE_TYPE, VIDEO_TYPE = 1, 2  # transformers' numbers of placeholders
 LONG, FLAT, TWO = film(5, 61, 97), film(4, 150, 40, 1), film(2, 64, 64, 2)  # frames: an odd number, too
@@ -38,7 +38,7 @@ class Checkpoint(SeeingCheckpoint):
         super().__init__(name, folder)
         self._video: list[int] = AutoTokenizer.from_pretrained(folder).encode(VIDEO_PROMPT)
 
-    def with_videos(self, *parts: Any) -> VisionPrompt:
+    def with_videos(self, *parts: Any) -> MediaPrompt:
         """Put a prompt of text, images and videos together."""
         tokens, media = list[int](), Media([], [])
         for part in parts:
@@ -52,7 +52,7 @@ class Checkpoint(SeeingCheckpoint):
                 media = Media([*media.images, part], media.videos)
         return self.processor.prepare("prompt", tokens, media.images, videos=media.videos)
 
-    def prompts(self) -> list[VisionPrompt]:
+    def prompts(self) -> list[MediaPrompt]:
         """One video or several, beside images, some of them twice."""
         image = picture(61, 97)
         mixtures = (
@@ -64,7 +64,7 @@ class Checkpoint(SeeingCheckpoint):
         return [self.with_videos(*parts) for parts in mixtures]
 
     @torch.inference_mode()
-    def logprobs(self, prompt: VisionPrompt, generated: list[int]) -> torch.Tensor:
+    def logprobs(self, prompt: MediaPrompt, generated: list[int]) -> torch.Tensor:
         """Return transformers' log-probabilities after each token, [tokens, vocabulary]."""
         types = torch.zeros(1, len(prompt.token_ids) + len(generated), dtype=torch.int64)
         inputs: dict[str, list[torch.Tensor]] = {}
@@ -79,14 +79,14 @@ class Checkpoint(SeeingCheckpoint):
             grid[0, 0] = len(parts)
             inputs.setdefault("video_grid_thw" if is_video else "image_grid_thw", []).append(grid)
             if is_video and "qwen2.5" in self.case.model_type.replace("2_5", "2.5"):
-                interval = parts[0][1]._source.image.interval
+                interval = parts[0][1]._source.given.interval
                 inputs.setdefault("second_per_grid_ts", []).append(torch.tensor([interval]))
         joined = {name: torch.cat(own) for name, own in inputs.items()}
         tokens = torch.tensor([[*prompt.token_ids, *generated]])
         return self.model(input_ids=tokens, mm_token_type_ids=types, **joined).logits[0].float().log_softmax(dim=-1)
 
     @staticmethod
-    def _by_medium(prompt: VisionPrompt) -> list[tuple[tuple[str, int], list[tuple[Any, PixelsOnDemand]]]]:
+    def _by_medium(prompt: MediaPrompt) -> list[tuple[tuple[str, int], list[tuple[Any, PixelsOnDemand]]]]:
         """Each image and each video of a prompt, with its spans and their pixels."""
         owners = [medium for medium in prompt.counts.items() for _ in range(medium[1])]
         done, owned = 0, []

@@ -25,12 +25,12 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import is_torchvision_available
 
-from nanoinfer.vision.messages import take_media
-from nanoinfer.vision.pixels import bytes_of
-from nanoinfer.vision.videos import clip
-from nanoinfer.vision.videos.clip import listed, read_clip, with_rate
-from nanoinfer.vision.videos.kinds import CLASSES
-from nanoinfer.vision.videos.settings import VideoSettings
+from nanoinfer.media.messages import take_media
+from nanoinfer.media.pixels import bytes_of
+from nanoinfer.media.videos import clip
+from nanoinfer.media.videos.clip import listed, read_clip, with_rate
+from nanoinfer.media.videos.kinds import CLASSES
+from nanoinfer.media.videos.settings import VideoSettings
 
 FRAMES = film(3, 8, 6)
 ARRAY = np.stack([np.asarray(frame) for frame in FRAMES])

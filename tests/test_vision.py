@@ -24,13 +24,13 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.config import Config
-from nanoinfer.runner.start.trials import largest_image
-from nanoinfer.vision.fewer_passes import take_fewer_passes
-from nanoinfer.vision.messages import take_media
-from nanoinfer.vision.pixels import COUNT, bytes_of, count_embeddings
-from nanoinfer.vision.placeholders import CLASSES
-from nanoinfer.vision.spans import Encoded, VisionPrompt
-from nanoinfer.vision.tower import TransformersTower
+from nanoinfer.media.images.placeholders import CLASSES
+from nanoinfer.media.messages import take_media
+from nanoinfer.media.pixels import COUNT, bytes_of, count_embeddings
+from nanoinfer.media.spans import Encoded, MediaPrompt
+from nanoinfer.media.tower.fewer_passes import take_fewer_passes
+from nanoinfer.media.tower.tower import TransformersTower
+from nanoinfer.runner.start.trials import largest_pixels
 from nanoinfer.weights.names import TOWER, OfTower
 from nanoinfer.weights.sources import FileSource, RandomSource
 
@@ -65,12 +65,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
     return cache(lambda name: Checkpoint(name, tmp_path_factory.mktemp("seeing")))
 
 
-def by_image(prompt: VisionPrompt) -> list[dict]:
+def by_image(prompt: MediaPrompt) -> list[dict]:
     """The pixels of each image once, though several spans may share them."""
     return list({span.key: pixels for span, pixels in zip(prompt.spans, prompt.pixels, strict=True)}.values())
 
 
-def embeddings_in(prompt: VisionPrompt, encoded: dict[bytes, Encoded]) -> torch.Tensor:
+def embeddings_in(prompt: MediaPrompt, encoded: dict[bytes, Encoded]) -> torch.Tensor:
     """The embeddings that the placeholders of a prompt get, in its order."""
     return torch.cat([encoded[span.key].embeddings[span.first : span.first + span.count] for span in prompt.spans])
 
@@ -393,7 +393,7 @@ def test_the_largest_batch_is_tried(
     name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = checkpoint(name)
-    image, batches = largest_image(Config(ours.folder)), list[Any]()
+    image, batches = largest_pixels(Config(ours.folder)), list[Any]()
     tower = ours.make_tower(batch_bytes=2 * bytes_of(image))
     monkeypatch.setattr(tower, "_encode", lambda batch: batches.append(batch) or [])
     assert tower.try_largest(image) == []

@@ -75,9 +75,10 @@ class StateContext:
 
 
 @dataclass(slots=True)
-class ImageContext:
-    """What the decoder gets of the images of a prefill step; deep: behind each of the first layers, to be added.
+class MediaContext:
+    """What the decoder gets of the images and videos of a prefill step.
 
+    deep: behind each of the first layers, to be added
     places: [n] int64, of the placeholders among the step's tokens
     embeddings: [n, hidden_size], in place of theirs; deep: [n, hidden_size] each
     """
@@ -121,7 +122,7 @@ class Context:
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     distance_biases: Tensor | None = None  # attend_to_texts' biases, which the model sets if it has some
-    images: ImageContext | None = None  # None: the step's tokens are no image's
+    media: MediaContext | None = None  # None: the step's tokens are no image's or video's
     guesses: Guesses | None = None  # among the tokens of a decode step
     types: Tensor | None = None  # [tokens] int32, 1 in the second text of a pair, for an encoder; None: 0 everywhere
     adapters: AdapterRows | None = None  # those that the tokens name; None: no token names one

@@ -21,11 +21,11 @@ from nanoinfer.benchmark.workloads import has_experts, has_stacks, write_config
 from nanoinfer.checkpoint import GENERATE, Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
+from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.models import build
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
-from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.formats.written import config_of
 from nanoinfer.weights.saving import num_bytes_of, save_table, saved_part
 from nanoinfer.weights.shards import Table, table_of

@@ -6,7 +6,7 @@ from functools import partial
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
-from nanoinfer.engine.images import ImageFeed
+from nanoinfer.engine.media import MediaFeed
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -44,7 +44,7 @@ def _make_tier(ranks: Ranks) -> MakeTier | None:
     return partial(HostTier, offload=runner.offload, room=runner.host_blocks)
 
 
-def make_row_map(config: Config, ranks: Ranks, feed: ImageFeed | None) -> RowMap:
+def make_row_map(config: Config, ranks: Ranks, feed: MediaFeed | None) -> RowMap:
     """Make the RowMap. feed: given if prompts may have images"""
     finder = _make_finder(config) if config.shares_prefixes else None
     texts = TextSlots(ranks.runner.text_slots) if config.speculation is not None else None

@@ -12,14 +12,14 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
 from nanoinfer.engine.client import EngineClient
-from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.media import MediaFeed, media_of
 from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.engine.results.faults import without_images, without_numbers, without_token
+from nanoinfer.engine.results.faults import without_media, without_numbers, without_token
 from nanoinfer.engine.results.record import record_prompts, record_tokens
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
@@ -27,13 +27,13 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
 from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
+from nanoinfer.media.spans import MediaPrompt
+from nanoinfer.media.tower.tower import BATCH_BYTES
 from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.extras import Extras
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.spans import VisionPrompt
-from nanoinfer.vision.tower import BATCH_BYTES
 
 
 class LLMEngine(EngineClient):
@@ -49,7 +49,7 @@ class LLMEngine(EngineClient):
         self.ranks = Ranks(config, workers)
         self.memory = self.ranks.runner.memory
         self.scheduler = make_scheduler(config, self.ranks)
-        self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
+        self._feed = MediaFeed(self._keeps_media, config.device == "cuda") if config.sees else None
         self.row_map = make_row_map(config, self.ranks, self._feed)
         self.matchers = Matchers()
         self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
@@ -58,15 +58,15 @@ class LLMEngine(EngineClient):
         self.in_flight: deque[InFlight] = deque()
         self.num_requests = 0  # that have been added so far, ended ones included
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
-        self._has_images = False  # whether a prompt had some
+        self._has_media = False  # whether a prompt had some
 
-    def _keeps_image(self, key: bytes) -> bool:
-        images = self.ranks.runner.holdings.images
-        return images is not None and images.keeps(key)
+    def _keeps_media(self, key: bytes) -> bool:
+        media = self.ranks.runner.holdings.media
+        return media is not None and media.keeps(key)
 
     def add_request(
         self,
-        prompt: list[int] | array[int] | VisionPrompt | PackedTexts,
+        prompt: list[int] | array[int] | MediaPrompt | PackedTexts,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,
@@ -80,15 +80,15 @@ class LLMEngine(EngineClient):
 
         The sequences' request_id counts the requests, from 0. Raises ValueError for images that cannot be computed.
         """
-        images = None
+        media = None
         text_lens = prompt.lens if isinstance(prompt, PackedTexts) else None
         if isinstance(prompt, PackedTexts):
             prompt = prompt.token_ids
             self.ranks.record("texts", text_lens)
-        elif isinstance(prompt, VisionPrompt):
-            images = images_of(prompt, self.config)
-            self._has_images = True
-            self.ranks.record("images", *prompt.spans)
+        elif isinstance(prompt, MediaPrompt):
+            media = media_of(prompt, self.config)
+            self._has_media = True
+            self.ranks.record("media", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.record("prompt", prompt)
         self.ranks.record("settings", params, params.read, params.cache_salt)
@@ -104,7 +104,7 @@ class LLMEngine(EngineClient):
         limit, seqs = self.config.max_model_len, list[Sequence]()
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, images, adapter)
+            seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, media, adapter)
             seq.text_lens = text_lens
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
@@ -149,7 +149,7 @@ class LLMEngine(EngineClient):
                 launched = self._launch(step)
                 launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
-            if self._has_images:
+            if self._has_media:
                 # Ranks that plan by themselves encode together, and would differ in what threads have made by now.
                 self._look_ahead(beside_decode=isinstance(step, DecodeStep) and self.ranks.peers is None)
             before = self._busy_clock()
@@ -185,13 +185,13 @@ class LLMEngine(EngineClient):
         assert feed is not None  # who makes prompts with images has looked at config.sees
         feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
         if beside_decode and (new := feed.take_made(BATCH_BYTES // self.config.torch_dtype.itemsize)):
-            self.ranks.call("holdings.images.encode", new)
+            self.ranks.call("holdings.media.encode", new)
 
     def _launch(self, step: Step) -> InFlight:
         now = time.perf_counter()
         result = planned(step, now)
         message, seqs = self.row_map.describe(step)
-        for seq in without_images(step):
+        for seq in without_media(step):
             self.scheduler.block_manager.prefixes.forget(seq)  # no later step may share what this one computes
         message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
         result.note_transfers(message.transfers)
@@ -249,7 +249,7 @@ class LLMEngine(EngineClient):
         with fresh_torch_state():
             drawn = self.ranks.wait(done.tokens)
             draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
-            faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_images(done.step)
+            faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_media(done.step)
             failed = self._fail(faulty | self._without_numbers(done.step, done.tokens.extras))
             record_prompts(done.step, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)

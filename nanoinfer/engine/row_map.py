@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 
-from nanoinfer.engine.images import ImageFeed
+from nanoinfer.engine.media import MediaFeed
 from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.engine.step import Chunk, DecodeStep, PrefillStep, Step
-from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.logits.settings import is_plain, needs_tokens
+from nanoinfer.runner.media_messages import NewMedia
 from nanoinfer.runner.message import (
     ChunkMessage,
     DecodeMessage,
@@ -34,7 +34,7 @@ class RowMap:
     def __init__(
         self,
         finder: PrefixFinder | None = None,
-        feed: ImageFeed | None = None,
+        feed: MediaFeed | None = None,
         may_adapt: bool = False,
         texts: TextSlots | None = None,
     ) -> None:
@@ -64,18 +64,18 @@ class RowMap:
         for seq in joins:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
-        images = self.new_images(step.chunks)  # some may be faulty, which their chunks tell
+        media = self.new_media(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), step.copies, images=images)
+        message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), step.copies, media=media)
         if self._texts is not None:
             for seq, join in joins.items():
                 join.drafting = self._texts.join(seq)
             message.members = self._texts.take_changed()
         return message, list(joins)
 
-    def new_images(self, chunks: list[Chunk]) -> NewImages | None:
+    def new_media(self, chunks: list[Chunk]) -> NewMedia | None:
         """Return the images that the ranks need for the chunks of a prefill step; None: the chunks have no images."""
-        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in chunks if chunk.seq.images is not None]
+        seen = [(chunk.seq.media, chunk.start, chunk.end) for chunk in chunks if chunk.seq.media is not None]
         if not seen:
             return None
         assert self._feed is not None
@@ -134,8 +134,8 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
     message.adapter = seq.adapter
     message.text_lens = seq.text_lens
-    if seq.images is not None:
-        message.images = seq.images.chunk(chunk.start, chunk.end)
+    if seq.media is not None:
+        message.media = seq.media.chunk(chunk.start, chunk.end)
     if (read := seq.params.read) is not None and (chunk.is_last or read.needs_all):
         message.read = read if read.what != "first" or chunk.start == 0 else None
     if seq.wants_prompt_logprobs:
@@ -159,8 +159,8 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
     message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed, slot=seq.slot)
-    if seq.images is not None:
-        message.delta = seq.images.delta
+    if seq.media is not None:
+        message.delta = seq.media.delta
     if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:
         message.logits = describe_logits(seq)
     return message

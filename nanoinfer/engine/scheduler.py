@@ -162,8 +162,8 @@ class Scheduler:
             if tail := self.followers.copy_tail(seq, start, end):
                 copies += tail
                 start = seq.num_scheduled = seq.num_cached_tokens = seq.num_reusable
-            if seq.images is not None:
-                end = seq.images.last_end(end)
+            if seq.media is not None:
+                end = seq.media.last_end(end)
             if end <= start:
                 break
             states = self.block_manager.plan(seq, start, end)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from nanoinfer.engine.images import PromptImages
+from nanoinfer.engine.media import PromptMedia
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
@@ -49,11 +49,11 @@ class Sequence:
         "finish_reason",
         "finished_at",
         "first_token_at",
-        "images",
         "is_long",
         "kept_tokens",
         "logprobs",
         "max_len",
+        "media",
         "node",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -92,17 +92,17 @@ class Sequence:
         stop_ids: frozenset[int] = frozenset(),
         request_id: int = 0,
         sample_index: int = 0,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
         adapter: int = NONE,
     ) -> None:
         """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0.
 
-        images: the prompt's; None: it has none
+        media: the prompt's images and videos; None: it has none
         adapter: the slot of its adapter; NONE: the model alone computes it
         """
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
-        self.images = images
+        self.media = media
         self.adapter = adapter
         self.params = params
         self.temperature = 0.0 if params.is_greedy else params.temperature
@@ -153,7 +153,7 @@ class Sequence:
         tokens = self.token_ids[start:end].tobytes()
         if start == 0 and (salt := self.params.cache_salt) is not None:
             tokens += sha256(salt.encode(errors="surrogatepass")).digest()  # so that no salt looks like an image
-        return tokens if self.images is None else tokens + self.images.content(start, end)
+        return tokens if self.media is None else tokens + self.media.content(start, end)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.attention.context import Context, MediaContext
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.norm.norm import normalize
@@ -72,20 +72,20 @@ class LayerInputs(nn.Module):
         self.norm = NormLayer(sizes.norm, sizes.size, eps * hidden_size)
 
     def forward(
-        self, token_ids: Tensor, x: Tensor, images: ImageContext | None, adapters: AdapterRows | None = None
+        self, token_ids: Tensor, x: Tensor, media: MediaContext | None, adapters: AdapterRows | None = None
     ) -> Tensor:
         """Return the inputs, [tokens, layers, size]; every rank computes all.
 
         token_ids: [tokens] int32
         x: [tokens, hidden_size], their usual embeddings, scaled, or images', whole on every rank
-        images, adapters: the step's
+        media, adapters: the step's
         """
         projected = self.projection.beside(adapters).product(x).view(-1, self.size)
         made = normalize(projected, self.norm.norm).view(len(token_ids), -1, self.size)
         if self.embedding is None:
             return made
-        if images is not None:
-            token_ids = token_ids.index_fill(0, images.places, self.image_token)
+        if media is not None:
+            token_ids = token_ids.index_fill(0, media.places, self.image_token)
         own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
         return made.add_(own).mul_(0.5**0.5)
 

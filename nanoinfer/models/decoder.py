@@ -107,12 +107,12 @@ class Decoder(CausalLM):
         if self.long_rotary is not None:
             context.rotary_rows = self.long_rotary.rows(context)
         x, residual = self.inputs(token_ids, context), None
-        deep = [] if context.images is None else context.images.deep
+        deep = [] if context.media is None else context.media.deep
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)
             if number < len(deep):
-                assert context.images is not None
-                residual.index_add_(0, context.images.places, deep[number], alpha=1 / self.inputs.residual_scale)
+                assert context.media is not None
+                residual.index_add_(0, context.media.places, deep[number], alpha=1 / self.inputs.residual_scale)
         x = self.joint(x, residual)[0]
         return x if self.result_projection is None else self.result_projection.beside(context.adapters).product(x)
 

@@ -439,7 +439,7 @@ class Description:
         """Whether a token of an image has three positions (see Rope.sections)."""
         return any(rope is not None and rope.sections is not None for rope in self.ropes)
 
-    def without_images(self) -> Description:
+    def without_media(self) -> Description:
         """Return this model without what only images need."""
         ropes = tuple(rope and replace(rope, sections=None) for rope in self.ropes)
         return replace(self, ropes=ropes, whole_images=(), has_tower=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.context import Context, ImageContext
+from nanoinfer.attention.context import Context, MediaContext
 from nanoinfer.kernels.norm.norm import normalize
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.layer_inputs import LayerInputs
@@ -59,20 +59,20 @@ class DecoderInputs(nn.Module):
             x = self.positions(x, context.positions)
         if self.types is not None:
             x = self.types(x, torch.zeros_like(token_ids) if context.types is None else context.types)
-        if context.images is not None:
-            self._put_images(x, context.images)
+        if context.media is not None:
+            self._put_media(x, context.media)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
-            context.layer_inputs = self.layer_inputs(token_ids, x, context.images, context.adapters)
+            context.layer_inputs = self.layer_inputs(token_ids, x, context.media, context.adapters)
         if self.norm is not None:
             x = normalize(self.tp.all_reduce(x), self.norm.norm)
         if self.projection is not None and self.projects_last:
             x = self.projection.beside(context.adapters).product(x)
         return x if self.residual_scale == 1 else x / self.residual_scale
 
-    def _put_images(self, x: Tensor, images: ImageContext) -> None:
+    def _put_media(self, x: Tensor, media: MediaContext) -> None:
         """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
-        x[images.places] = images.embeddings if self.tp.rank == 0 else 0
+        x[media.places] = media.embeddings if self.tp.rank == 0 else 0
 
 
 def _make_projection(model: Description) -> LinearMap | None:

@@ -24,19 +24,19 @@ from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures
 from nanoinfer.replicas.weight_transfer import Shape, TensorChunk, read_chunks, unpacked
-from nanoinfer.requests.images import ImageInputs
+from nanoinfer.requests.media import MediaInputs
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.start.voice import name_hardware
-from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.source import AdapterSource
@@ -143,7 +143,7 @@ class Replica:
         self.engine = LLMEngine(config)
         tokenizer = load_tokenizer(config, is_replica=True)
         self._tasks = Tasks(self.engine, tokenizer)
-        self._images = ImageInputs(config, tokenizer) if config.sees else None
+        self._media = MediaInputs(config, tokenizer) if config.sees else None
         self._settings = SettingsReader(config, TextTokenizer(config, tokenizer))
         self._pipe, self._outbox, self._life = pipe, outbox, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
@@ -207,9 +207,9 @@ class Replica:
         """Queue tasks of a round."""
         self._round = round
         for task in tasks:
-            if isinstance(task.prompt, VisionPrompt):
-                assert self._images is not None
-                self._images.adopt(task.prompt)
+            if isinstance(task.prompt, MediaPrompt):
+                assert self._media is not None
+                self._media.adopt(task.prompt)
             grammar = self._settings.compile("sampling_params", task.params)
             self._unbegun += self._tasks.queue_one(task._replace(grammar=grammar))
 

@@ -14,13 +14,14 @@ from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import SLOTS_OF_A_BEAM, BeamSearch, BeamSearches
-from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.media import media_of
 from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
+from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.admin.adapters import GivenLora, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
@@ -30,7 +31,6 @@ from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import TokenDecoder, whole_decoder
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,8 +178,8 @@ class SearchesBeams(LoadsAdapters):
         adapter: the slot of its adapter
         """
         stop_ids = self._stop_ids(rules.params)
-        images = images_of(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
-        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, 0, 0, images, adapter)
+        media = media_of(prompt.prompt, self.config) if isinstance(prompt.prompt, MediaPrompt) else None
+        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, 0, 0, media, adapter)
         search = BeamSearch(rules, seq)
         layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks
         assert asked is not None  # since the engine has started

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
+from nanoinfer.media.messages import NO_MEDIA, take_media
+from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
-from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
+from nanoinfer.requests.media import DATA, MediaInputs, WithMedia, take_beside
 from nanoinfer.requests.prompts import (
     A_MAPPING,
     TEXT,
@@ -49,8 +51,6 @@ from nanoinfer.requests.text.texts import TextTokenizer, check_characters
 from nanoinfer.requests.token_ids import A_PROMPT, MOST_SHOWN, pack_ids, pack_lists, token_ids_of
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.messages import NO_MEDIA, take_media
-from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,13 +72,13 @@ class Inputs:
         self.config = config
         self.texts = TextTokenizer(config, tokenizer)
         self._settings = SettingsReader(config, self.texts)
-        self._images = ImageInputs(config, tokenizer) if config.sees else None
+        self._media = MediaInputs(config, tokenizer) if config.sees else None
         self._chats = None if tokenizer is None else ChatRenderer(tokenizer, config.sees)
 
     def close(self) -> None:
         """Prepare no further images."""
-        if self._images is not None:
-            self._images.close()
+        if self._media is not None:
+            self._media.close()
 
     def check_prompts(
         self,
@@ -187,8 +187,8 @@ class Inputs:
         asked = self._unwrap(f"prompt{index}", prompt)
         if not isinstance(asked.prompt, str):
             asked = asked._replace(prompt=token_ids_of(asked.name, asked.prompt))
-        if self._images is not None and any(asked.media):
-            asked = asked._replace(media=self._images.open(asked.name, asked.media))
+        if self._media is not None and any(asked.media):
+            asked = asked._replace(media=self._media.open(asked.name, asked.media))
         items = [continuations] if isinstance(continuations, str) else continuations
         name = f"continuations{index}"
         entries = list_of(name, items, f"{A_PROMPT}, or a list of these")
@@ -213,7 +213,7 @@ class Inputs:
         if not rest:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
         params = _salted(replace(params, prompt_logprobs_start=len(ids_of(first))), asked.cache_salt)
-        prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
+        prompt = first.followed_by(rest) if isinstance(first, MediaPrompt) else first + rest
         packed = self._check_tokens(f"{asked.name} + {name}", prompt, params)
         return Prepared(packed, ids_of(prompt), None, params, None)
 
@@ -250,9 +250,9 @@ class Inputs:
     def _read_chat(self, name: str, chat: Any, template: Mapping[str, Any]) -> Asked:
         assert self._chats is not None
         messages, media = list_of(name, chat, "a list of messages"), NO_MEDIA
-        if self._images is not None:
+        if self._media is not None:
             messages, media = take_media(name, messages)
-            self._images.check_videos(name, media)
+            self._media.check_videos(name, media)
         text = self._chats.render(name, messages, template)
         return Asked(name, text, text, media, is_chat=True)
 
@@ -293,9 +293,9 @@ class Inputs:
         if not isinstance(prompt, Mapping):
             return Asked(name, prompt, prompt if isinstance(prompt, str) else None)
         given = {key: value for key, value in prompt.items() if value is not None}
-        media = NO_MEDIA if self._images is None else take_beside(name, given)
-        known = A_MAPPING if self._images is None else WITH_IMAGES
-        if self._images is None and (medium := other_medium(given)):
+        media = NO_MEDIA if self._media is None else take_beside(name, given)
+        known = A_MAPPING if self._media is None else WITH_IMAGES
+        if self._media is None and (medium := other_medium(given)):
             raise ValueError(f"{name} has {medium!r}: {TEXT_ONLY}; pass {known}")
         kinds = [key for key in (TEXT, TOKEN_IDS) if key in (given or prompt)]
         if not kinds or not given.keys() <= {*kinds, SALT}:
@@ -330,26 +330,26 @@ class Inputs:
             settings = settings._replace(params=_salted(settings.params, asked.cache_salt))
         return ComingRequest(asked, settings, self._see(asked), output_of)
 
-    def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
+    def _see(self, asked: Asked) -> Future[MediaPrompt] | None:
         """Let a prompt's images and videos be prepared; None: it has none."""
-        if self._images is None or not any(asked.media):
+        if self._media is None or not any(asked.media):
             return None
         prompt = asked.prompt if isinstance(asked.prompt, str) else token_ids_of(asked.name, asked.prompt)
         if isinstance(prompt, str):
             check_characters(asked.name, prompt)
-        return self._images.begin(
-            WithImages(asked.name, prompt, asked.media.images, not asked.is_chat, asked.media.videos)
+        return self._media.begin(
+            WithMedia(asked.name, prompt, asked.media.images, not asked.is_chat, asked.media.videos)
         )
 
-    def _tokens_of(self, asked: Asked, seen: Future[VisionPrompt] | None) -> SomeTokens:
+    def _tokens_of(self, asked: Asked, seen: Future[MediaPrompt] | None) -> SomeTokens:
         """Return a prompt's tokens; seen: with its images, if it has some."""
         if seen is not None:
             try:
                 return seen.result()
             except CancelledError:
                 raise ValueError(f"{asked.name}: its images were cancelled, as close cancels them") from None
-        if self._images is not None and isinstance(asked.prompt, str):
-            self._images.check_text(asked.name, asked.prompt)
+        if self._media is not None and isinstance(asked.prompt, str):
+            self._media.check_text(asked.name, asked.prompt)
         if asked.tokenize is not None:
             return asked.tokenize(asked.name)
         return self._to_token_ids(asked.name, asked.prompt, not asked.is_chat)
@@ -381,7 +381,7 @@ class Inputs:
         if params.prompt_logprobs_start >= length:
             start = short(params.prompt_logprobs_start)
             raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
-        return prompt if isinstance(prompt, VisionPrompt) else packed
+        return prompt if isinstance(prompt, MediaPrompt) else packed
 
 
 def _salted(params: SamplingParams, salt: str | None) -> SamplingParams:

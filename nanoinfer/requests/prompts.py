@@ -11,22 +11,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.grammar.grammar import Grammar
+from nanoinfer.media.messages import NO_MEDIA, Media
+from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.chat.beside import MESSAGES
 from nanoinfer.requests.settings import Settings
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.token_ids import MOST_SHOWN
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vision.messages import NO_MEDIA, Media
-from nanoinfer.vision.spans import VisionPrompt
 
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 SMALLER = "; image_options can make images and videos smaller"
 
 Tokens = str | ListLike[int]
-SomeTokens = list[int] | VisionPrompt
-PackedTokens: TypeAlias = "array[int] | VisionPrompt | PackedTexts"  # as engines take them
+SomeTokens = list[int] | MediaPrompt
+PackedTokens: TypeAlias = "array[int] | MediaPrompt | PackedTexts"  # as engines take them
 
 
 class Asked(NamedTuple):
@@ -64,7 +64,7 @@ class ComingRequest(NamedTuple):
 
     asked: Asked
     settings: Settings
-    seen: Future[VisionPrompt] | None
+    seen: Future[MediaPrompt] | None
     output_of: OutputOf | None = None
 
     @property
@@ -161,13 +161,13 @@ class CallPrompts:
 
 def ids_of(prompt: SomeTokens) -> list[int]:
     """Return a prompt's tokens, in which each image has all of its placeholders."""
-    return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
+    return prompt.token_ids if isinstance(prompt, MediaPrompt) else prompt
 
 
 def beginning_of(prompt: PackedTokens, count: int) -> int:
     """Return a hash of a prompt's first tokens, and of the images there."""
     tokens = prompt if isinstance(prompt, array) else prompt.token_ids
-    spans = prompt.spans if isinstance(prompt, VisionPrompt) else ()
+    spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
     return hash((*tokens[:count], *(span.key for span in spans if span.start < count)))
 
 
@@ -195,7 +195,7 @@ def _holds_prompt(value: object) -> bool:
 
 def describe_length(prompt: SomeTokens) -> tuple[str, str]:
     """Return how many tokens a prompt has, and a hint how it could have fewer."""
-    if not isinstance(prompt, VisionPrompt):
+    if not isinstance(prompt, MediaPrompt):
         return f"{len(prompt)} tokens", ""
     medium, count = prompt.largest
     return f"{len(prompt.token_ids)} tokens, of which {medium} has {count}", SMALLER

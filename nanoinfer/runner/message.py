@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanoinfer.pooling.read import Read
-from nanoinfer.runner.image_messages import ChunkImages, NewImages
+from nanoinfer.runner.media_messages import ChunkMedia, NewMedia
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -41,7 +41,7 @@ class ChunkMessage:
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
-    images: ChunkImages | None = None
+    media: ChunkMedia | None = None
     adapter: int = -1  # its slot; -1: none
     read: Read | None = None  # what the chunk gives of a text that is read; None: nothing
     text_lens: list[int] | None = None  # of several whole texts that the chunk consists of; None: it is of one
@@ -106,7 +106,7 @@ class PrefillMessage:
     joins: list[JoinMessage]
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
     transfers: Transfers | None = None
-    images: NewImages | None = None  # None: no chunk has any
+    media: NewMedia | None = None  # None: no chunk has any
     members: dict[int, list[int]] = field(default_factory=dict)  # of each group that has changed: its newest texts
 
     @property

@@ -33,7 +33,7 @@ from nanoinfer.runner.memory.plan import MemoryPlan, graph_bytes, named_memory_e
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
-from nanoinfer.runner.start.trials import Trials, check_attention, image_bytes, peak_bytes
+from nanoinfer.runner.start.trials import Trials, check_attention, media_bytes, peak_bytes
 from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.steps.kinds import MAX_GRAPH_ROWS, DecodeKind, graph_batch_sizes, sizes_by_kind
 from nanoinfer.runner.steps.launched import Launched
@@ -94,7 +94,7 @@ class ModelRunner:
                 self._connect()
                 with torch.inference_mode():
                     choose_threads(self.threads, config, tp, self.holdings.cache_spec.block_bytes, self._make_cache)
-                    self._size(self._measure(), image_bytes(config, self.holdings.tower))
+                    self._size(self._measure(), media_bytes(config, self.holdings.tower))
                     self._capture()
         except BaseException:
             self.close(failed=True)
@@ -192,11 +192,11 @@ class ModelRunner:
         self.steps.forward(rows, kind, max_context_len or self.config.max_model_len)
         self.steps.draw(self.steps.launched(rows, rows, kind))
 
-    def _size(self, step_bytes: int, image_bytes: int) -> None:
+    def _size(self, step_bytes: int, media_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), image_bytes, slots
+        needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), media_bytes, slots
         self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
+from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.bar import MakeBar
 from nanoinfer.runner.start.voice import Voice
-from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Derived, Matrix

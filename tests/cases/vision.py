@@ -30,8 +30,8 @@ from cases.multimodal import (
     VISION,
 )
 from nanoinfer import BUNDLED_MODEL
-from nanoinfer.vision.processor import VisionProcessor
-from nanoinfer.vision.videos.kinds import CLASSES
+from nanoinfer.media.processor import MediaProcessor
+from nanoinfer.media.videos.kinds import CLASSES
 
 VOCAB = 2080  # the bundled tokenizer's, and further special tokens
 IMAGE, VIDEO, BEGIN, END = "<image>", "<video>", "<begin>", "<end>"
@@ -266,6 +266,6 @@ SEEING = {
 }
 
 
-def processor_of(folder: str, config: Any, *options: Any, **others: Any) -> VisionProcessor:
+def processor_of(folder: str, config: Any, *options: Any, **others: Any) -> MediaProcessor:
     """Return our processor of a checkpoint, with its own tokenizer."""
-    return VisionProcessor(folder, config, AutoTokenizer.from_pretrained(folder), *options, **others)
+    return MediaProcessor(folder, config, AutoTokenizer.from_pretrained(folder), *options, **others)

@@ -119,8 +119,8 @@ class BeamSearches:
                 continue  # a chunk before it has the blocks for now
             start = seq.num_scheduled
             end = self._blocks.extend(seq, min(len(seq), start + budget))
-            if seq.images is not None:
-                end = seq.images.last_end(end)
+            if seq.media is not None:
+                end = seq.media.last_end(end)
             if end <= start:
                 continue
             states = self._blocks.plan(seq, start, end)
@@ -148,14 +148,14 @@ class BeamSearches:
         ranks, copies, self._copies = self._engine.ranks, self._blocks.take_copies() + self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
-        images = self._engine.row_map.new_images(chunks)
+        media = self._engine.row_map.new_media(chunks)
         for chunk in chunks:
-            if chunk.seq.images is not None and chunk.seq.images.fault is not None:
-                raise ValueError(chunk.seq.images.fault)
+            if chunk.seq.media is not None and chunk.seq.media.fault is not None:
+                raise ValueError(chunk.seq.media.fault)
         messages = [self._describe(chunk) for chunk in chunks]
         transfers = self._blocks.take_transfers(result.num_prefill_tokens)
         result.note_transfers(transfers)
-        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers, images))
+        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers, media))
         with fresh_torch_state():
             ranks.wait(pending)
             for logprobs in pending.extras.prompt_logprobs:
@@ -168,8 +168,8 @@ class BeamSearches:
         seq = chunk.seq
         message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables)
         message.is_long, message.adapter, message.states = seq.is_long, seq.adapter, chunk.states
-        if seq.images is not None:
-            message.images = seq.images.chunk(chunk.start, chunk.end)
+        if seq.media is not None:
+            message.media = seq.media.chunk(chunk.start, chunk.end)
         if chunk.is_last:
             message.num_logprobs = self._num_likeliest
             message.num_unscored = len(message.token_ids) - 1
@@ -218,8 +218,8 @@ class BeamSearches:
 
     def _fork(self, seq: Sequence) -> Sequence:
         """Return another sequence of the same tokens, which shares the blocks that `seq` has, if it has any."""
-        tokens, images, adapter = seq.token_ids.tolist(), seq.images, seq.adapter
-        child = Sequence(tokens, seq.params, seq.seed, seq.max_len, seq.stop_ids, images=images, adapter=adapter)
+        tokens, media, adapter = seq.token_ids.tolist(), seq.media, seq.adapter
+        child = Sequence(tokens, seq.params, seq.seed, seq.max_len, seq.stop_ids, media=media, adapter=adapter)
         child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
         if seq.block_tables:
             self._copies += self._blocks.fork(seq, child, follows=True)

@@ -23,7 +23,7 @@ class Followers:
 
     def add(self, seq: Sequence) -> bool:
         """Note a new sequence; returns whether it follows another, and has to wait for `release`."""
-        if not (seq.is_only_scored and seq.wants_prompt_logprobs and seq.images is None):
+        if not (seq.is_only_scored and seq.wants_prompt_logprobs and seq.media is None):
             return False
         if self._layout.states:  # which cannot be copied from where their blocks end
             return False

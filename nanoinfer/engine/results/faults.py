@@ -27,12 +27,12 @@ def without_token(seqs: list[Sequence], token_ids: list[int], dtype: str) -> dic
     }
 
 
-def without_images(step: Step) -> dict[Sequence, str]:
+def without_media(step: Step) -> dict[Sequence, str]:
     """Return the sequences of a step that have an image which could not be made again, each with what is wrong."""
     if not isinstance(step, PrefillStep):
         return {}
     seqs = [*(chunk.seq for chunk in step.chunks), *(fork.seq for fork in step.forks)]
-    seen = {seq: seq.images.fault for seq in seqs if seq.images is not None and not seq.is_finished}
+    seen = {seq: seq.media.fault for seq in seqs if seq.media is not None and not seq.is_finished}
     return {seq: fault for seq, fault in seen.items() if fault is not None}
 
 

@@ -10,9 +10,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_list, short
+from nanoinfer.media.messages import is_bare
 from nanoinfer.requests.chat.template_forms import CALL, Message, Takes, TemplateForms
 from nanoinfer.requests.chat.template_names import TemplateNames
-from nanoinfer.vision.messages import is_bare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from nanoinfer.requests.settings import CallAdapters, Settings, one_each
 from nanoinfer.sampling_params import SamplingParams
 
 CHECKED_AT_ONCE = 1024  # texts of a list at most, whose tokens all cores make
-IMAGES_AHEAD = 16  # texts of an iterator whose images threads may prepare
+MEDIA_AHEAD = 16  # texts of an iterator whose images threads may prepare
 
 SomeOutput = TypeVar("SomeOutput", bound=Output)
 SomePrompt = TypeVar("SomePrompt", Asked, Prepared)
@@ -122,7 +122,7 @@ class ComingTexts(SomeTexts):
             for index, prompt in enumerate(prompts)
         )
         self._finish, self._trim = inputs.finish, reading.trim
-        self._most_ahead = IMAGES_AHEAD if inputs.config.sees else 1
+        self._most_ahead = MEDIA_AHEAD if inputs.config.sees else 1
         self._ahead: deque[ComingRequest] = deque()
 
     def next_text(self) -> Prepared | None:

@@ -10,20 +10,20 @@ import torch
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.checkpoint import Draft
 from nanoinfer.config import Config
+from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
-from nanoinfer.runner.images import Images
+from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.weight_writer import WeightWriter
-from nanoinfer.vision.tower import TransformersTower
 
 
 class Holdings:
@@ -34,7 +34,7 @@ class Holdings:
     weights: writes into the model and the tower
     tower: the one for images; None: the LLM sees none
     adapters: those beside the model; None: the LLM has none
-    images: those of prompts that are being computed, if there is a tower
+    media: the embeddings of images and videos in prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
     draft: the draft model's share; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
@@ -62,7 +62,7 @@ class Holdings:
         self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
         self.adapters: AdapterSlots | None = None
-        self.images: Images | None = None
+        self.media: MediaEmbeddings | None = None
         self.routing: ExpertChoices | None = None
         self.weights = self._build()
         self.draft = None if config.draft is None else self._build_draft(config.draft)
@@ -111,14 +111,14 @@ class Holdings:
         memory = None if self._lender is None else self._lender.for_weights()
         tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory)
         self.model_bytes += tower.num_bytes
-        self.images = Images(tower, self._tp, self._device, config.torch_dtype, config.description.hidden_size)
+        self.media = MediaEmbeddings(tower, self._tp, self._device, config.torch_dtype, config.description.hidden_size)
         return tower
 
     def begin_weights(self, goes_on: bool) -> None:
         """Expect new weights; goes_on: as for WeightWriter.begin."""
         self.weights.begin(goes_on)
-        if self.images is not None:
-            self.images.forget()
+        if self.media is not None:
+            self.media.forget()
 
     def make_cache(self, num_blocks: int, num_slots: int) -> None:
         """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
@@ -153,7 +153,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = self.images = self.tower = self.adapters = None
+            self.routing = self.media = self.tower = self.adapters = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
 
@@ -199,7 +199,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.images = self.tower = self.adapters = self.draft = None
+        self.routing = self.media = self.tower = self.adapters = self.draft = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:

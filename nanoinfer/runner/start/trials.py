@@ -13,14 +13,14 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.media.pixels import Pixels
+from nanoinfer.media.processor import MediaProcessor
+from nanoinfer.media.spans import Encoded
+from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.pooling.read import Read
 from nanoinfer.runner.drafting.sizes import VerifySize
 from nanoinfer.runner.message import ChunkMessage, DraftingMessage, JoinMessage, PrefillMessage
 from nanoinfer.runner.steps.kinds import DecodeKind
-from nanoinfer.vision.pixels import Pixels
-from nanoinfer.vision.processor import VisionProcessor
-from nanoinfer.vision.spans import Encoded
-from nanoinfer.vision.tower import TransformersTower
 
 CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 MANY_TOKENS = 1024  # more than such as attend to latents, and few beside a long context
@@ -95,7 +95,7 @@ class Trials:
         return steps
 
 
-def largest_image(config: Config) -> Pixels:
+def largest_pixels(config: Config) -> Pixels:
     """Return the pixels of an image, or of a video's frames at once, so large that of none more is made.
 
     config: of an LLM that sees
@@ -104,11 +104,11 @@ def largest_image(config: Config) -> Pixels:
 
     assert config.hf_config is not None
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
-    processor = VisionProcessor(config.model, config.hf_config, tokenizer, config.image_options)
+    processor = MediaProcessor(config.model, config.hf_config, tokenizer, config.image_options)
     return dict(processor.largest())
 
 
-def image_bytes(config: Config, tower: TransformersTower | None) -> int:
+def media_bytes(config: Config, tower: TransformersTower | None) -> int:
     """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
 
     Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
@@ -116,7 +116,7 @@ def image_bytes(config: Config, tower: TransformersTower | None) -> int:
     encoded = list[Encoded]()
     if tower is None or config.device == "cpu":
         return 0
-    image = largest_image(config)
+    image = largest_pixels(config)
     peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
     token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
     return peak + 2 * token_bytes * config.max_num_batched_tokens  # of all ranks' images, and of a step together

@@ -62,10 +62,10 @@ class PrefillInputs:
         division = divide(query_lens, context_lens) if widths else None
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
-        has_sections = any(chunk.images is not None and chunk.images.positions is not None for chunk in chunks)
+        has_sections = any(chunk.media is not None and chunk.media.positions is not None for chunk in chunks)
         if has_sections:
             arrays.append(_pack_sections(chunks))
-        has_ends = whole_images and any(chunk.images is not None and chunk.images.parts for chunk in chunks)
+        has_ends = whole_images and any(chunk.media is not None and chunk.media.parts for chunk in chunks)
         if has_ends:
             arrays.append(_pack_ends(chunks))
         has_types = any(chunk.read is not None and chunk.read.separator is not None for chunk in chunks)
@@ -127,15 +127,15 @@ def _pack_chunks(chunks: list[ChunkMessage], lens: list[int], starts: list[int])
 
 
 def _pack_sections(chunks: list[ChunkMessage]) -> array[int]:
-    """Return the chunks' rotary positions, [3, tokens]; for a chunk without images they are its tokens' places."""
+    """Return the chunks' rotary positions, [3, tokens]; for a chunk without media they are its tokens' places."""
     positions = array("i")
     for part in range(3):
         for chunk in chunks:
-            count, images = len(chunk.token_ids), chunk.images
-            if images is None or images.positions is None:
+            count, media = len(chunk.token_ids), chunk.media
+            if media is None or media.positions is None:
                 positions.extend(range(chunk.start, chunk.start + count))
             else:
-                positions.extend(images.positions[part * count : (part + 1) * count])
+                positions.extend(media.positions[part * count : (part + 1) * count])
     return positions
 
 
@@ -145,7 +145,7 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
     for chunk in chunks:
         begin = len(ends)
         ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
-        for part in [] if chunk.images is None else chunk.images.parts:
+        for part in [] if chunk.media is None else chunk.media.parts:
             first, behind = begin + part.place, part.place + part.length
             ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
     return ends

@@ -105,9 +105,9 @@ class Steps:
         self.kv_cache.copy_pairs(message.copies)
         how = self.states, self._whole_images, self._may_adapt
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, *how)
-        if message.images is not None:
-            assert self.holdings.images is not None
-            prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
+        if message.media is not None:
+            assert self.holdings.media is not None
+            prompts.context.media = self.holdings.media.gather(message.media, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         if self.verifier is not None and self.verifier.draft is not None:
             self.verifier.draft.prefill(prompts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.vision.videos.settings import VideoSettings
+from nanoinfer.media.videos.settings import VideoSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,15 +15,15 @@ import numpy as np
 
 from nanoinfer.checks import check_settings
 from nanoinfer.hub import reason_of
-from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
-from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import ImageSource, Pixels
-from nanoinfer.vision.placeholders import CLASSES, Placeholder
-from nanoinfer.vision.positions import MropePositions, Positions
-from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.videos.kinds import CLASSES as VIDEO_CLASSES
-from nanoinfer.vision.videos.kinds import kind_of
-from nanoinfer.vision.videos.processor import OF_VIDEOS, Group, PreparedVideo, VideoProcessor
+from nanoinfer.media.images.opening import Opener
+from nanoinfer.media.images.placeholders import CLASSES, Placeholder
+from nanoinfer.media.images.processor import ImageProcessor, PreparedImage
+from nanoinfer.media.pixels import Pixels, PixelSource
+from nanoinfer.media.positions import MropePositions, Positions
+from nanoinfer.media.spans import MediaPrompt, MediaSpan
+from nanoinfer.media.videos.kinds import CLASSES as VIDEO_CLASSES
+from nanoinfer.media.videos.kinds import kind_of
+from nanoinfer.media.videos.processor import OF_VIDEOS, Group, PreparedVideo, VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +75,8 @@ class Modality(NamedTuple):
             raise ValueError(f"{name} has token {self.token_id}, for {self.noun}s, where no {self.noun} is: must not")
 
 
-class VisionProcessor:
-    """Makes VisionPrompts by the image processor of a checkpoint, in any number of threads.
+class MediaProcessor:
+    """Makes MediaPrompts by the image processor of a checkpoint, in any number of threads.
 
     folder: the checkpoint's; config: its config.json; tokenizer: its own, or another
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
@@ -126,7 +126,7 @@ class VisionProcessor:
         images: Sequence[Any],
         add_special_tokens: bool = True,
         videos: Sequence[Any] = (),
-    ) -> VisionPrompt:
+    ) -> MediaPrompt:
         """Return a prompt ready to run.
 
         name: the prompt's, which begins the messages of errors
@@ -166,9 +166,9 @@ class VisionProcessor:
             if count := text.count(kind.text):
                 raise ValueError(f"{name} has {count} placeholders, {kind.text!r}, and no {kind.noun}: must not")
 
-    def load(self, source: ImageSource) -> Tensor:
+    def load(self, source: PixelSource) -> Tensor:
         """Return the pixel values, in bytes, of what was prepared before, here or in another process."""
-        if isinstance(source.image, Group):
+        if isinstance(source.given, Group):
             assert self.videos is not None
             return self.videos.load(source)
         return self.images.load(source)
@@ -217,7 +217,7 @@ class VisionProcessor:
             expanded.extend(next(rest).token_ids if token in placeholders else (token,))
         return expanded
 
-    def _assemble(self, name: str, token_ids: list[int], seen: Mapping[str, Prepared]) -> VisionPrompt:
+    def _assemble(self, name: str, token_ids: list[int], seen: Mapping[str, Prepared]) -> MediaPrompt:
         """Return a prompt with these images and videos."""
         tokens, types = np.asarray(token_ids), np.zeros(len(token_ids), np.int8)
         for kind in self._kinds:
@@ -230,12 +230,12 @@ class VisionProcessor:
             parts = prepared.parts
             for part, among in zip(parts, _split(own, [part.count for part in parts]), strict=True):
                 for first, start, count in _runs(among):
-                    spans.append(ImageSpan(part.key, start, count, first))
+                    spans.append(MediaSpan(part.key, start, count, first))
                     pixels.append(part.pixels)
         positions, delta = None, 0
         if self._positions is not None:
             positions, delta = self._place(name, types, seen, places)
-        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels), counts)
+        return MediaPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels), counts)
 
     def _place(
         self, name: str, types: np.ndarray, seen: Mapping[str, Prepared], places: Sequence[np.ndarray]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import check_int, short
-from nanoinfer.vision.image_processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, scales_of
-from nanoinfer.vision.largest import largest_shape
-from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import GRIDS, ImageSource, PixelsOnDemand, TowerInput
-from nanoinfer.vision.videos.clip import check_fps, read_clip
-from nanoinfer.vision.videos.kinds import VideoKind
-from nanoinfer.vision.videos.settings import EDGES, VideoSettings
+from nanoinfer.media.images.largest import largest_shape
+from nanoinfer.media.images.opening import Opener
+from nanoinfer.media.images.processor import CHANNELS, FLOAT_BYTES, KEY_BYTES, scales_of
+from nanoinfer.media.pixels import GRIDS, PixelsOnDemand, PixelSource, TowerInput
+from nanoinfer.media.videos.clip import check_fps, read_clip
+from nanoinfer.media.videos.kinds import VideoKind
+from nanoinfer.media.videos.settings import EDGES, VideoSettings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -128,7 +128,7 @@ class VideoProcessor:
             BLANK, Group(0, (blank,) * settings.temporal_patch_size, (height, width), 0.0), (width, height)
         )
 
-    def load(self, source: ImageSource) -> Tensor:
+    def load(self, source: PixelSource) -> Tensor:
         """Return the pixel values, in bytes, of frames that were prepared before, here or in another process."""
         name, group, key = source
         images = self._open(name, group)
@@ -169,7 +169,7 @@ class VideoProcessor:
         others = {GRIDS: torch.tensor([[1, rows, columns]])}
         num_bytes = FLOAT_BYTES * CHANNELS * len(images) * height * width + others[GRIDS].nbytes
         count = rows * columns // settings.merge_size**2
-        own = ImageSource(name, group, self._key(images, group))
+        own = PixelSource(name, group, self._key(images, group))
         return TowerInput(own.key, count, PixelsOnDemand(others, num_bytes, self._scales, count, own, self.load))
 
     def _open(self, name: str, group: Group) -> list[Image]:

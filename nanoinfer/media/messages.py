@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nanoinfer.checks import as_list, short
-from nanoinfer.vision.videos.clip import RATES, with_rate
+from nanoinfer.media.videos.clip import RATES, with_rate
 
 IMAGE, VIDEO = "image", "video"
 SOURCES = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import check_flag, short
 from nanoinfer.hub import has_tokenizer
-from nanoinfer.vision.placeholders import CLASSES
-from nanoinfer.vision.processor import FILES
+from nanoinfer.media.images.placeholders import CLASSES
+from nanoinfer.media.processor import FILES
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.roll import FILE_NAMES
 from nanoinfer.weights.shards import FLOATS

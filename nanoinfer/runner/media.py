@@ -1,4 +1,4 @@
-"""Images: the embeddings that one rank makes of images, and keeps for those that come again."""
+"""MediaEmbeddings: those that one rank makes of images and of videos' frames, and keeps for those that come again."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.context import ImageContext
+from nanoinfer.attention.context import MediaContext
+from nanoinfer.media.kept import Kept
+from nanoinfer.media.pixels import Pixels, count_embeddings
+from nanoinfer.media.spans import Encoded, Tower
 from nanoinfer.parallel.shares import deal
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.image_messages import NewImages
+from nanoinfer.runner.media_messages import NewMedia
 from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.transfer import to_host, upload
-from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.pixels import Pixels, count_embeddings
-from nanoinfer.vision.spans import Encoded, Tower
 
 # Of host memory: twice the embeddings of a step of 16,384 tokens of Qwen3-VL-8B, which are four for each token. They
 # are there for the next chunk of a prompt, for one that was preempted, and for prompts that share an image.
 KEPT_BYTES = 1 << 30
 
 
-class Images:
+class MediaEmbeddings:
     """Every rank is told of the same images in the same order, so that all keep those of the same ones."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Images:
         """Whether an image's embeddings are kept."""
         return key in self._kept
 
-    def encode(self, new: NewImages) -> dict[bytes, Encoded]:
+    def encode(self, new: NewMedia) -> dict[bytes, Encoded]:
         """Encode images, keep their embeddings, and return them on the tower's device. All ranks call this together."""
         pixels = list(new.values())
         made = self._tower.encode(pixels) if self._tp.size == 1 or not new else self._encode_share(pixels)
@@ -75,12 +75,12 @@ class Images:
         """Keep nothing of what the tower has made: it changes."""
         self._kept.clear()
 
-    def gather(self, new: NewImages, chunks: list[ChunkMessage]) -> ImageContext | None:
+    def gather(self, new: NewMedia, chunks: list[ChunkMessage]) -> MediaContext | None:
         """Encode the new images; returns what the decoder gets of all in a step's chunks, None if it gets nothing."""
         found = self._find(new, chunks) | self.encode(new)  # in this order: new ones may push out others
         places, rows, begin = array("q"), list[tuple[Tensor, ...]](), 0
         for chunk in chunks:
-            for part in [] if chunk.images is None else chunk.images.parts:
+            for part in [] if chunk.media is None else chunk.media.parts:
                 own, some = found[part.key], slice(part.first, part.first + part.length)
                 places.extend(range(begin + part.place, begin + part.place + part.length))
                 rows.append(tuple(x[some] for x in (own.embeddings, *own.deep)))
@@ -88,11 +88,11 @@ class Images:
         if not rows:
             return None
         embeddings, *deep = (torch.cat(x).to(self._device, self._dtype) for x in zip(*rows, strict=True))
-        return ImageContext(upload(places, self._device), embeddings, deep)
+        return MediaContext(upload(places, self._device), embeddings, deep)
 
-    def _find(self, new: NewImages, chunks: list[ChunkMessage]) -> dict[bytes, Encoded]:
+    def _find(self, new: NewMedia, chunks: list[ChunkMessage]) -> dict[bytes, Encoded]:
         """Return the kept embeddings of a step's images, on the device."""
-        parts = [part for chunk in chunks if chunk.images is not None for part in chunk.images.parts]
+        parts = [part for chunk in chunks if chunk.media is not None for part in chunk.media.parts]
         found = {key: self._kept.find(key) for key in dict.fromkeys(part.key for part in parts) if key not in new}
         if found and self._copies is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._copies)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ImageSpan:
+class MediaSpan:
     """Neighbouring placeholders of an image in a prompt: all that it has, or one row of it where tokens end rows.
 
     A video is as many images as there are groups of frames for which the same tokens stand.
@@ -31,7 +31,7 @@ class ImageSpan:
 
 
 @dataclass(frozen=True)
-class VisionPrompt:
+class MediaPrompt:
     """A prompt with images or videos.
 
     token_ids: its tokens, in which each image has its placeholders
@@ -45,7 +45,7 @@ class VisionPrompt:
     """
 
     token_ids: list[int]
-    spans: tuple[ImageSpan, ...]
+    spans: tuple[MediaSpan, ...]
     positions: array[int] | None
     delta: int
     pixels: tuple[Mapping[str, Tensor], ...]
@@ -54,7 +54,7 @@ class VisionPrompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def followed_by(self, token_ids: list[int]) -> VisionPrompt:
+    def followed_by(self, token_ids: list[int]) -> MediaPrompt:
         """Return this prompt with further tokens, which are no image's."""
         count, positions = len(self.token_ids), self.positions
         if positions is not None:
@@ -100,5 +100,5 @@ class Tower(Protocol):
     num_deep: int
 
     def encode(self, pixels: Sequence[Mapping[str, Tensor]]) -> list[Encoded]:
-        """Return what the decoder gets for each image; pixels: as VisionPrompt has them, of any prompts."""
+        """Return what the decoder gets for each image; pixels: as MediaPrompt has them, of any prompts."""
         ...

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import check_int, short
-from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.largest import EDGES, SIDE, counts_pixels, largest_size
-from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import (
+from nanoinfer.media.images.largest import EDGES, SIDE, counts_pixels, largest_size
+from nanoinfer.media.images.opening import Opener
+from nanoinfer.media.images.placeholders import Placeholder
+from nanoinfer.media.kept import Kept
+from nanoinfer.media.pixels import (
     COUNT,
     PIXEL_VALUES,
     SCALES,
-    ImageSource,
     Pixels,
     PixelsOnDemand,
+    PixelSource,
     TowerInput,
     bytes_of,
     count_values,
 )
-from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class Standin:
 class PreparedImage:
     """What a prompt needs to know of an image before it is queued.
 
-    key: as ImageSpan has it
+    key: as MediaSpan has it
     text, token_ids, count: as Standin has them
     pixels: what the tower takes, made when it is read
     """
@@ -105,7 +105,7 @@ class ImageProcessor:
     processor: transformers' image processor
     tokenizer, placeholder: make the prompt's part
     image_id: the token in whose place an embedding is put
-    options: as for VisionProcessor, without those of videos
+    options: as for MediaProcessor, without those of videos
     opener: opens what users give
     """
 
@@ -148,7 +148,7 @@ class ImageProcessor:
             self._of_sizes.keep(size, known)
         if isinstance(source, memoryview):
             source = bytes(source)  # which may be pickled
-        own = ImageSource(name, source, key)
+        own = PixelSource(name, source, key)
         pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, known.count, own, self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
@@ -165,7 +165,7 @@ class ImageProcessor:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return replace(image, text=text + image.text, token_ids=token_ids + image.token_ids)
 
-    def load(self, source: ImageSource) -> Tensor:
+    def load(self, source: PixelSource) -> Tensor:
         """Return the pixel values, in bytes, of an image that was prepared before, here or in another process."""
         name, given, key = source
         image = np.asarray(self._opener.open(name, given))

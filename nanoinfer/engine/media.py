@@ -1,4 +1,4 @@
-"""The images of prompts, as the host meets them: in the prefix tree, in chunks, and on the ranks."""
+"""Images and videos of prompts, as the host meets them: in the prefix tree, in chunks, and on the ranks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
-from nanoinfer.runner.image_messages import ChunkImages, ImagePart, NewImages
-from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.media.ahead import PixelsAhead
+from nanoinfer.media.spans import MediaPrompt
+from nanoinfer.runner.media_messages import ChunkMedia, MediaPart, NewMedia
 
 if TYPE_CHECKING:
     from nanoinfer.engine.sequence import Sequence
-    from nanoinfer.vision.pixels import Pixels
+    from nanoinfer.media.pixels import Pixels
 
 
-class PromptImages:
-    """The images of one prompt, which its samples share.
+class PromptMedia:
+    """The images and videos of one prompt, which its samples share.
 
-    delta: of VisionPrompt
+    delta: of MediaPrompt
     fault: why an image cannot be computed: then the ranks are told of none, and the request ends
     """
 
-    def __init__(self, prompt: VisionPrompt, whole: bool = False) -> None:
+    def __init__(self, prompt: MediaPrompt, whole: bool = False) -> None:
         """whole: no chunk may cut an image, because its tokens see each other"""
         assert prompt.delta <= 0  # rotary tables have as many rows as a sequence may have tokens
         self._prompt, self._whole = prompt, whole
@@ -48,15 +48,15 @@ class PromptImages:
         spans = self._prompt.spans if self._whole else ()
         return next((span.start for span in spans if span.start < end < span.start + span.count), end)
 
-    def chunk(self, start: int, end: int) -> ChunkImages | None:
+    def chunk(self, start: int, end: int) -> ChunkMedia | None:
         """Describe the tokens between two places to the ranks; None: they are those of a prompt without images."""
         parts = []
         for span in self._prompt.spans if self.fault is None else ():
             first, behind = max(span.start, start), min(span.start + span.count, end)
             if first < behind:
-                parts.append(ImagePart(span.key, span.first + first - span.start, first - start, behind - first))
+                parts.append(MediaPart(span.key, span.first + first - span.start, first - start, behind - first))
         positions = self._positions(start, end)
-        return ChunkImages(parts, positions) if parts or positions is not None else None
+        return ChunkMedia(parts, positions) if parts or positions is not None else None
 
     def _positions(self, start: int, end: int) -> array[int] | None:
         given, count, positions = self._prompt.positions, len(self._prompt.token_ids), array("i")
@@ -78,11 +78,11 @@ class PromptImages:
         }
 
 
-def images_of(prompt: VisionPrompt, config: Config) -> PromptImages:
-    """Return a prompt's images."""
-    images = PromptImages(prompt, any(config.description.whole_images))
-    assert images.largest <= config.max_num_batched_tokens  # see check_whole
-    return images
+def media_of(prompt: MediaPrompt, config: Config) -> PromptMedia:
+    """Return a prompt's images and videos."""
+    media = PromptMedia(prompt, any(config.description.whole_images))
+    assert media.largest <= config.max_num_batched_tokens  # see check_whole
+    return media
 
 
 def check_whole(largest: int, config: Config) -> None:
@@ -105,7 +105,7 @@ def check_whole(largest: int, config: Config) -> None:
         )
 
 
-class ImageFeed:
+class MediaFeed:
     """Brings to the ranks the images whose embeddings they do not keep."""
 
     def __init__(self, keeps: Callable[[bytes], bool], is_pinned: bool) -> None:
@@ -120,32 +120,32 @@ class ImageFeed:
             if room <= 0:
                 break
             start = seq.num_scheduled
-            if seq.images is not None:
-                wanted |= seq.images.pixels(start, start + room)  # of a long video, not all
+            if seq.media is not None:
+                wanted |= seq.media.pixels(start, start + room)  # of a long video, not all
             room -= len(seq) - start
         self._encoded &= wanted.keys()
         self._ahead.look({key: pixels for key, pixels in self._not_kept(wanted).items() if key not in self._encoded})
 
-    def take_made(self, most_values: int) -> NewImages:
+    def take_made(self, most_values: int) -> NewMedia:
         """Return images that the ranks can encode before a step wants them, at most so many values or one image."""
         made = self._ahead.take_made(most_values)
         self._encoded |= made.keys()
         return made
 
-    def take(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> NewImages:
-        """Return the new images of a prefill step; chunks: those of prompts with images, from a place to another.
+    def take(self, chunks: Iterable[tuple[PromptMedia, int, int]]) -> NewMedia:
+        """Return the new images of a prefill step; chunks: those of prompts with media, from a place to another.
 
         An image that cannot be made is the fault of its prompts.
         """
         chunks = list(chunks)
         wanted: dict[bytes, Pixels] = {}
-        for images, start, end in chunks:
-            wanted |= images.pixels(start, end)
+        for media, start, end in chunks:
+            wanted |= media.pixels(start, end)
         taken = self._ahead.take(self._not_kept(wanted))
-        for images, _, _ in chunks:
-            for key in images.pixels(0):  # what another chunk of the step computes of an image, it may share
+        for media, _, _ in chunks:
+            for key in media.pixels(0):  # what another chunk of the step computes of an image, it may share
                 if isinstance(fault := taken.get(key), ValueError):
-                    images.fault = str(fault)
+                    media.fault = str(fault)
         return {key: pixels for key, pixels in taken.items() if not isinstance(pixels, ValueError)}
 
     def _not_kept(self, wanted: dict[bytes, Pixels]) -> dict[bytes, Pixels]:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.engine.images import check_whole
+from nanoinfer.engine.media import check_whole
+from nanoinfer.media.ahead import MediaThreads
+from nanoinfer.media.images.processor import ImageProcessor
+from nanoinfer.media.messages import IMAGE, NO_MEDIA, VIDEO, Media
+from nanoinfer.media.pixels import PixelsOnDemand
+from nanoinfer.media.processor import MediaProcessor
+from nanoinfer.media.spans import MediaPrompt
+from nanoinfer.media.videos.clip import listed, with_rate
+from nanoinfer.media.videos.processor import VideoProcessor
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vision.ahead import ImageThreads
-from nanoinfer.vision.image_processor import ImageProcessor
-from nanoinfer.vision.messages import IMAGE, NO_MEDIA, VIDEO, Media
-from nanoinfer.vision.pixels import PixelsOnDemand
-from nanoinfer.vision.processor import VisionProcessor
-from nanoinfer.vision.spans import VisionPrompt
-from nanoinfer.vision.videos.clip import listed, with_rate
-from nanoinfer.vision.videos.processor import VideoProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,10 +73,10 @@ def _with_rates(name: str, videos: list[Any], processing: Any) -> list[Any]:
     return [with_rate(video, rates) for video in videos]
 
 
-class WithImages(NamedTuple):
+class WithMedia(NamedTuple):
     """A prompt with images or videos, as a user gave it.
 
-    name, prompt, images, videos, add_special_tokens: as for VisionProcessor.prepare
+    name, prompt, images, videos, add_special_tokens: as for MediaProcessor.prepare
     """
 
     name: str
@@ -86,16 +86,16 @@ class WithImages(NamedTuple):
     videos: Sequence[Any] = ()
 
 
-class ImageInputs:
-    """Makes prompts with images ready to run. Raises ValueError for what cannot work, as VisionProcessor does."""
+class MediaInputs:
+    """Makes prompts with images ready to run. Raises ValueError for what cannot work, as MediaProcessor does."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
         assert tokenizer is not None  # or it would not see
-        self._threads = ImageThreads()
+        self._threads = MediaThreads()
         with fresh_torch_state():
-            self._processor = VisionProcessor(
+            self._processor = MediaProcessor(
                 config.model,
                 config.hf_config,
                 tokenizer,
@@ -122,13 +122,13 @@ class ImageInputs:
         names = (f"{noun} {index} of {name}" for index in range(len(sources)))
         return [self._threads.submit(processor.prepare, *each) for each in zip(names, sources, strict=True)]
 
-    def adopt(self, prompt: VisionPrompt) -> None:
+    def adopt(self, prompt: MediaPrompt) -> None:
         """Let a prompt of another process have its pixels made in this one."""
         for pixels in prompt.pixels:
             assert isinstance(pixels, PixelsOnDemand)
             pixels.load = self._processor.load
 
-    def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
+    def begin(self, prompt: WithMedia) -> Future[MediaPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
         return self._threads.submit(self._prepare, prompt)
 
@@ -136,7 +136,7 @@ class ImageInputs:
         """Cancel what no thread has begun."""
         self._threads.close()
 
-    def _prepare(self, given: WithImages) -> VisionPrompt:
+    def _prepare(self, given: WithMedia) -> MediaPrompt:
         with fresh_torch_state():
             return self._processor.prepare(*given)
 

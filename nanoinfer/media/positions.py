@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.pixels import Pixels, join
+from nanoinfer.media.kept import Kept
+from nanoinfer.media.pixels import Pixels, join
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,7 +21,7 @@ KEPT_BYTES = 16 << 20  # of positions: those of a prompt with a large image have
 
 
 class Positions(NamedTuple):
-    """The positions of a prompt's tokens, and the delta of those behind them, as VisionPrompt has both."""
+    """The positions of a prompt's tokens, and the delta of those behind them, as MediaPrompt has both."""
 
     positions: array[int]
     delta: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.vision.pixels import GRIDS, MASK, SIZES, TARGETS, Pixels
+from nanoinfer.media.pixels import GRIDS, MASK, SIZES, TARGETS, Pixels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

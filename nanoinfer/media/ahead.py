@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, count_values
+from nanoinfer.media.pixels import Pixels, PixelsOnDemand, count_values
 
 # An H100 encodes 110 images of a megapixel a second. More threads would take the interpreter from the engine's, which
 # wants it again after each operation that it launches: 256 images took 5.9 s with these, and 6.3 s with 16 that open.
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ImageThreads:
+class MediaThreads:
     """Threads for tasks with images. They start with the first task, and again in a fork, which has none of them."""
 
     def __init__(self, most: int = OPEN_THREADS) -> None:
@@ -48,7 +48,7 @@ class PixelsAhead:
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
-        self._threads = ImageThreads(AHEAD_THREADS)
+        self._threads = MediaThreads(AHEAD_THREADS)
         self._made: dict[bytes, Future[Pixels]] = {}
 
     def look(self, wanted: Mapping[bytes, Pixels]) -> None:
@@ -96,7 +96,7 @@ def make_pool(most: int) -> ThreadPoolExecutor:
     """Start threads, in each of which torch computes with one thread: there is an image for each."""
     count = min(most, os.cpu_count() or 1)
     started = Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "nanoinfer-images", torch.set_num_threads, (1,))
+    pool = ThreadPoolExecutor(count, "nanoinfer-media", torch.set_num_threads, (1,))
     for _ in range(count):
         pool.submit(started.wait)
     started.wait()

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.vision.fewer_passes import take_fewer_passes
-from nanoinfer.vision.grids import derive
-from nanoinfer.vision.pixels import (
+from nanoinfer.media.pixels import (
     COUNT,
     GRIDS,
     PIXEL_VALUES,
@@ -24,7 +22,9 @@ from nanoinfer.vision.pixels import (
     join,
     normalised,
 )
-from nanoinfer.vision.spans import Encoded
+from nanoinfer.media.spans import Encoded
+from nanoinfer.media.tower.fewer_passes import take_fewer_passes
+from nanoinfer.media.tower.grids import derive
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.shards import Shard, Table
 

@@ -1,4 +1,4 @@
-"""What the tower takes of images."""
+"""What the tower takes of images and of videos' frames."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COUNT = "count"  # beside those, too: how many embeddings are made of the image,
 Pixels = Mapping[str, Tensor]
 
 
-class ImageSource(NamedTuple):
+class PixelSource(NamedTuple):
     """An image as a user gave it, as Opener takes it, or a Group of a video's frames.
 
-    name: begins the messages of errors; key: as ImageSpan has it
+    name: begins the messages of errors; key: as MediaSpan has it
     """
 
     name: str
-    image: Any
+    given: Any
     key: bytes
 
 
@@ -37,7 +37,7 @@ class ImageSource(NamedTuple):
 class TowerInput:
     """What a tower encodes by itself: an image, or frames of a video.
 
-    key: as ImageSpan has it; count: how many embeddings are made of it; pixels: what the tower takes
+    key: as MediaSpan has it; count: how many embeddings are made of it; pixels: what the tower takes
     """
 
     key: bytes
@@ -60,8 +60,8 @@ class PixelsOnDemand(Pixels):
         num_bytes: int,
         scales: Tensor,
         count: int,
-        source: ImageSource,
-        load: Callable[[ImageSource], Tensor] | None = None,
+        source: PixelSource,
+        load: Callable[[PixelSource], Tensor] | None = None,
     ) -> None:
         self.num_bytes, self.load = num_bytes, load
         self._others, self._scales, self._count, self._source = others, scales, count, source
@@ -83,7 +83,7 @@ class PixelsOnDemand(Pixels):
     def __len__(self) -> int:
         return 2 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, ImageSource]]:
+    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, PixelSource]]:
         return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._count, self._source)
 
 

@@ -1,0 +1,1 @@
+"""The tower, which makes embeddings of pixels: transformers' own, with our weights."""
