@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("PIL")
 
 from cases import MULTIMODAL
+from cases.case import build
 from cases.pictures import picture
 from cases.vision import SEEING
 from test_spmd import Trainer, make
+from transformers import AutoTokenizer
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
@@ -182,6 +184,18 @@ class TestOptions:
         caplog.clear()
         assert not Config(folder, images=False, **how).sees
         assert not caplog.records
+
+    def test_a_class_whose_images_need_torchvision_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        build(MULTIMODAL["lfm2-vl"], tmp_path)
+        AutoTokenizer.from_pretrained(BUNDLED_MODEL).save_pretrained(tmp_path)
+        (tmp_path / FILES[0]).write_text("{}")
+        monkeypatch.setattr(options, "find_spec", lambda name: None if name == "torchvision" else name)
+        fault = r"images of Lfm2VlForConditionalGeneration need torchvision: pip install 'nanoinfer\[torchvision\]'"
+        with pytest.raises(ValueError, match=f"images=True: must be 'auto' or False: {fault}"):
+            Config(str(tmp_path), images=True)
+        assert not Config(str(tmp_path)).sees
 
     def test_a_model_without_a_tower_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"images=True: .* Qwen3ForCausalLM sees no images here; those that"):

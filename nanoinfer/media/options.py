@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import check_flag, short
 from nanoinfer.hub import has_tokenizer
-from nanoinfer.media.images.placeholders import CLASSES
+from nanoinfer.media.images.placeholders import BY_TORCHVISION, CLASSES
 from nanoinfer.media.processor import FILES
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.roll import FILE_NAMES
@@ -92,7 +92,11 @@ def _find_fault(folder: str, tokenizer: str, config: PretrainedConfig, is_loaded
         return "the checkpoint has no tokenizer, which makes room for images in prompts"
     if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower()).number_types)):
         return fault
-    return None if find_spec("PIL") else "images need pillow: pip install 'nanoinfer[images]'"
+    if not find_spec("PIL"):
+        return "images need pillow: pip install 'nanoinfer[images]'"
+    if any(name in BY_TORCHVISION for name in classes) and not find_spec("torchvision"):
+        return f"images of {', '.join(classes)} need torchvision: pip install 'nanoinfer[torchvision]'"
+    return None
 
 
 def _find_fault_of_tower(number_types: set[str]) -> str | None:

@@ -17,6 +17,7 @@ SCALES = "scales"
 GRIDS = "image_grid_thw"  # what Qwen's towers also take: how many frames, rows and columns of patches there are
 SIZES = "image_sizes"  # what Mistral's takes
 TARGETS = "target_sizes"  # what MiniCPM-V's takes: how many rows and columns of patches an image and its slices have
+SHAPES = "spatial_shapes"  # what LFM2-VL's takes: the same of each tile
 MASK = "pixel_attention_mask"  # what towers of padded tiles take: which are there
 COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
 Pixels = Mapping[str, Tensor]

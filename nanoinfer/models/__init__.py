@@ -81,6 +81,7 @@ FAMILIES = {
     "Kolibri1ForCausalLM": "exaone4.describe_kolibri",
     "Lfm2ForCausalLM": "lfm2.describe",
     "Lfm2MoeForCausalLM": "lfm2.describe_moe",
+    "Lfm2VlForConditionalGeneration": "multimodal.describe_lfm2_vl",
     "LlamaForCausalLM": "llama.describe_llama",
     "LongcatFlashForCausalLM": "latent.longcat_flash.describe",
     "MellumForCausalLM": "qwen3.describe_mellum",

@@ -7,6 +7,7 @@ from cases.gemma4 import GEMMA4_EXPERTS, GEMMA4_SMALL, GEMMA4_UNIFIED, INPUTS, K
 from cases.latent import LATENT
 from cases.sparse import EXPERTS
 from cases.states import DELTA, DELTA_MOE
+from cases.states import KINDS as CONVOLUTIONS
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -41,6 +42,7 @@ DOCLING_VISION = {
     "out_hidden_size": 48,
     "deepstack_visual_indexes": [0, 1],
 }
+LFM2_VISION = {**VISION, "num_patches": 16, "patch_size": 14, "vision_use_head": False}
 MINICPM_VISION = {**VISION, "num_hidden_layers": 2, "image_size": 112, "patch_size": 14}
 GLM_VISION = {
     "depth": 1,
@@ -179,6 +181,14 @@ MULTIMODAL = {
         },
         DOCLING_VISION,
         outer={"tie_word_embeddings": False, "density_router_hidden_size": 8},
+    ),
+    "lfm2-vl": Case(
+        "Lfm2VlForConditionalGeneration",
+        "lfm2_vl",
+        {"model_type": "lfm2", **CONVOLUTIONS, "tie_word_embeddings": True},
+        LFM2_VISION,
+        keeps_states=True,
+        outer={"projector_hidden_size": 32},
     ),
     "minicpm-v4.6": Case(
         "MiniCPMV4_6ForConditionalGeneration",

@@ -22,6 +22,7 @@ from cases.multimodal import (
     EXAONE_VISION,
     GLM_VISION,
     INTERN_VISION,
+    LFM2_VISION,
     MINICPM_VISION,
     MULTIMODAL,
     QWEN2_VISION,
@@ -186,6 +187,11 @@ def _docling(tokenizer: PreTrainedTokenizerBase) -> Any:
     return transformers.GraniteDoclingProcessor(image_processor, tokenizer, image_seq_len=4)
 
 
+def _lfm2_vl(tokenizer: PreTrainedTokenizerBase) -> Any:
+    sizes = {"tile_size": 56, "encoder_patch_size": 14, "max_tiles": 4, "min_image_tokens": 1, "max_image_tokens": 4}
+    return transformers.Lfm2VlProcessor(transformers.Lfm2VlImageProcessor(**sizes), tokenizer)
+
+
 def _minicpm(mode: str) -> Callable[[PreTrainedTokenizerBase], Any]:
     def make(tokenizer: PreTrainedTokenizerBase) -> Any:
         sizes = {"scale_resolution": 112, "max_slice_nums": 4, "downsample_mode": mode}
@@ -264,6 +270,10 @@ SEEING = {
         "paddleocr-vl", {**VISION, "image_size": 56, "patch_size": 14}, _paddleocr, f"{BEGIN}{IMAGE}{END}"
     ),
 }
+
+
+if is_torchvision_available():  # by which alone its images are processed
+    SEEING["lfm2-vl"] = Seeing("lfm2-vl", LFM2_VISION, _lfm2_vl, outer={"projector_hidden_size": 32})
 
 
 def processor_of(folder: str, config: Any, *options: Any, **others: Any) -> MediaProcessor:

@@ -29,6 +29,10 @@ def largest_size(processor: Any, options: Mapping[str, Any]) -> tuple[int, int]:
         return _fill(max(setting("max_patches"), setting("dense_max_patches") or 0), size["height"])
     if most := setting("max_slice_nums"):
         return _largest_in_slices(processor, most)
+    if setting("tile_size"):
+        splits = setting("do_image_splitting")
+        side = setting("encoder_patch_size") * setting("downsample_factor")
+        return _fill(setting("max_tiles"), setting("tile_size")) if splits else _fill(setting("max_image_tokens"), side)
     if counts_pixels(size):
         side = setting("patch_size") * setting("merge_size")
         return largest_shape(size["longest_edge"] // side**2, side)

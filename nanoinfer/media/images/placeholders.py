@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.media.pixels import GRIDS, MASK, SIZES, TARGETS, Pixels
+from nanoinfer.media.pixels import GRIDS, MASK, SHAPES, SIZES, TARGETS, Pixels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -138,6 +138,31 @@ def _internvl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return Placeholder(image, "GotOcr2ImageProcessor", expand, options=options, fixed=fixed)
 
 
+def _lfm2_vl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    image, factor = _image(config, tokenizer), config.downsample_factor
+    begin, end = _named(tokenizer, "image_start"), _named(tokenizer, "image_end")
+    thumbnail = str(getattr(tokenizer, "image_thumbnail_token", "<|img_thumbnail|>"))
+
+    def expand(made: Pixels) -> str:
+        rows, columns = (int(made[name][0]) for name in ("image_rows", "image_cols"))
+        tiles = [image * int((shape // factor).prod()) for shape in made[SHAPES]]
+        if rows * columns == 1:
+            return f"{begin}{tiles[0]}{end}"
+        marks = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
+        marks += [thumbnail] * (len(tiles) - len(marks))
+        return "".join([begin, *(mark + tile for mark, tile in zip(marks, tiles, strict=True)), end])
+
+    return Placeholder(
+        image,
+        "Lfm2VlImageProcessor",
+        expand,
+        (SHAPES, MASK),
+        options={"return_row_col_info": True},
+        required={"downsample_factor": (factor,), "do_pad": (True,)},
+        fixed={"use_image_special_tokens": (True,)},
+    )
+
+
 def _minicpmv(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, merged = _image(config, tokenizer), 4 if config.downsample_mode == "4x" else 16
     begin, end = tokenizer.image_start_token, tokenizer.image_end_token
@@ -201,6 +226,11 @@ def _paddleocr(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     return replace(_qwen(config, tokenizer), image_processor="PaddleOCRVLImageProcessor")
 
 
+def _named(tokenizer: Any, name: str) -> str:
+    """Return a token of LFM2-VL's by its name; files may not say which it is."""
+    return str(getattr(tokenizer, f"{name}_token", f"<|{name}|>"))
+
+
 def _image(config: PretrainedConfig, tokenizer: Any) -> str:
     """Return the token in whose place an embedding is put."""
     return str(tokenizer.convert_ids_to_tokens(config.image_token_id))
@@ -217,6 +247,7 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "GraniteDoclingForConditionalGeneration": _granite_docling,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": _internvl,
+    "Lfm2VlForConditionalGeneration": _lfm2_vl,
     "MiniCPMV4_6ForConditionalGeneration": _minicpmv,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,
@@ -228,3 +259,4 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen,
     "SmolVLMForConditionalGeneration": _smolvlm,
 }  # that see
+BY_TORCHVISION = ("Lfm2VlForConditionalGeneration",)  # whose image processor PIL does not do

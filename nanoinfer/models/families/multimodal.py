@@ -14,6 +14,7 @@ from nanoinfer.models.families import (
     exaone4,
     glm,
     granite,
+    lfm2,
     llama,
     mistral,
     muse_glimmer,
@@ -98,6 +99,11 @@ def describe_internvl(config: PretrainedConfig) -> Description:
 def describe_kimi(config: PretrainedConfig) -> Description:
     """Describe a Kimi K2.5, whose images are not read; transformers saves its layers as the tower's are named."""
     return replace(_describe_text(config, deepseek.describe_v3), spelling=Spelling(parts=((".blocks.", ".layers."),)))
+
+
+def describe_lfm2_vl(config: PretrainedConfig) -> Description:
+    """Describe an LFM2-VL."""
+    return _describe_text(config, lfm2.describe)
 
 
 def describe_minicpmv(config: PretrainedConfig) -> Description:
