@@ -182,7 +182,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
 
     def renamed(key: str) -> str:
         key = key.replace("mlp_AR.", "projector.")  # PaddleOCR-VL's
-        beside = "vision", "visual", "projector", "audio", "connector", "merger", "density_router"
+        beside = "vision", "visual", "projector", "audio", "connector", "merger", "density_router", "image_newline"
         if any(part in key for part in beside):
             return key.removeprefix("model.") if key.startswith("model.") else f"model.{key}"
         if is_old:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,9 +22,11 @@ from cases.multimodal import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import IMAGE, SEEING, processor_of
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.image_processing_utils import select_best_resolution
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.config import Config
+from nanoinfer.media.images.anyres import count_anyres
 from nanoinfer.media.images.placeholders import BY_TORCHVISION, CLASSES
 from nanoinfer.media.messages import take_media
 from nanoinfer.media.pixels import COUNT, bytes_of, count_embeddings
@@ -189,6 +192,20 @@ def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
         features = ours.model.model.get_image_features(wanted["pixel_values"], return_dict=True)
     torch.testing.assert_close(embeddings_in(prompt, encoded), torch.cat(list(features.pooler_output)))
     assert processor.images.largest().count == (1 + 4) * ours.config.mm_tokens_per_image
+
+
+def test_tiles_have_as_many_tokens_as_transformers_says(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """LLaVA-OneVision's, of published sizes."""
+    oracle = checkpoint("llava-onevision").oracle
+    grids = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    sizes = np.random.default_rng(0).integers(20, 3000, (200, 2)).tolist()
+    with (
+        patch.object(oracle, "num_image_tokens", 27**2),
+        patch.object(oracle.image_processor, "image_grid_pinpoints", grids),
+    ):
+        wanted = [oracle._get_number_of_features(*size, 384, 384) for size in sizes]
+    found = [count_anyres(size, select_best_resolution(size, grids), 384, 27, 2) for size in sizes]
+    assert found == wanted
 
 
 @each_class
@@ -399,7 +416,7 @@ def test_the_largest_batch_is_tried(
     monkeypatch.setattr(tower, "_encode", lambda batch: batches.append(batch) or [])
     assert tower.try_largest(image) == []
     (batch,) = batches
-    assert len(batch) == (1 if "image_sizes" in image else 2)
+    assert len(batch) == (1 if "istral" in name else 2)
     assert all(each.keys() == ours.processor.images.largest().pixels.keys() for each in batch)
 
 

@@ -83,6 +83,7 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": "lfm2.describe_moe",
     "Lfm2VlForConditionalGeneration": "multimodal.describe_lfm2_vl",
     "LlamaForCausalLM": "llama.describe_llama",
+    "LlavaOnevisionForConditionalGeneration": "multimodal.describe_llava_onevision",
     "LongcatFlashForCausalLM": "latent.longcat_flash.describe",
     "MellumForCausalLM": "qwen3.describe_mellum",
     "MiniCPM3ForCausalLM": "latent.minicpm3.describe",

@@ -18,6 +18,7 @@ TOWER = (
     "vision_model.",
     "connector.",
     "merger.",
+    "image_newline",
 )  # those of its tower
 # These begin those of all its other tensors.
 OTHER_MODELS = (

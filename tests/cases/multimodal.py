@@ -43,6 +43,7 @@ DOCLING_VISION = {
     "deepstack_visual_indexes": [0, 1],
 }
 LFM2_VISION = {**VISION, "num_patches": 16, "patch_size": 14, "vision_use_head": False}
+ONEVISION_VISION = {**VISION, "image_size": 56, "patch_size": 14, "vision_use_head": False}
 MINICPM_VISION = {**VISION, "num_hidden_layers": 2, "image_size": 112, "patch_size": 14}
 GLM_VISION = {
     "depth": 1,
@@ -189,6 +190,13 @@ MULTIMODAL = {
         LFM2_VISION,
         keeps_states=True,
         outer={"projector_hidden_size": 32},
+    ),
+    "llava-onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        "llava_onevision",
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        ONEVISION_VISION,
+        outer={"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]]},
     ),
     "minicpm-v4.6": Case(
         "MiniCPMV4_6ForConditionalGeneration",

@@ -25,6 +25,7 @@ from cases.multimodal import (
     LFM2_VISION,
     MINICPM_VISION,
     MULTIMODAL,
+    ONEVISION_VISION,
     QWEN2_VISION,
     QWEN3_5_VISION,
     QWEN3_VISION,
@@ -192,6 +193,15 @@ def _lfm2_vl(tokenizer: PreTrainedTokenizerBase) -> Any:
     return transformers.Lfm2VlProcessor(transformers.Lfm2VlImageProcessor(**sizes), tokenizer)
 
 
+def _llava_onevision(tokenizer: PreTrainedTokenizerBase) -> Any:
+    sizes = {"size": {"height": 56, "width": 56}, "image_grid_pinpoints": ONEVISION_GRIDS}
+    image_processor = _backend("LlavaOnevisionImageProcessor")(**sizes)
+    return transformers.LlavaOnevisionProcessor(
+        image_processor, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+    )  # fmt: skip
+
+
 def _minicpm(mode: str) -> Callable[[PreTrainedTokenizerBase], Any]:
     def make(tokenizer: PreTrainedTokenizerBase) -> Any:
         sizes = {"scale_resolution": 112, "max_slice_nums": 4, "downsample_mode": mode}
@@ -216,6 +226,7 @@ def _glm(kind: str) -> Callable[[PreTrainedTokenizerBase], Any]:
 
 
 CLIPPED = {"use_clipped_linears": True, "standardize": True}
+ONEVISION_GRIDS = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168]]
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
 QWEN = f"{BEGIN}{IMAGE}{END}"
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
@@ -263,6 +274,12 @@ SEEING = {
     "granite-docling": Seeing("granite-docling", DOCLING_VISION, _docling),
     "minicpm-v4.6": Seeing("minicpm-v4.6", MINICPM_VISION, _minicpm("16x"), outer={"insert_layer_id": 0}),
     "minicpm-v4.6 fine": Seeing("minicpm-v4.6", MINICPM_VISION, _minicpm("4x"), outer={"downsample_mode": "4x"}),
+    "llava-onevision": Seeing(
+        "llava-onevision",
+        ONEVISION_VISION,
+        _llava_onevision,
+        outer={"image_grid_pinpoints": ONEVISION_GRIDS, "vision_aspect_ratio": "anyres_max_2"},
+    ),
     "glm4v": Seeing("glm4v", GLM_VISION, _glm("Glm4v"), QWEN),
     "glm46v": Seeing("glm46v", GLM_VISION, _glm("Glm46V"), QWEN),
     "glm4v-moe": Seeing("glm4v-moe", GLM_VISION, _glm("Glm4v"), QWEN),

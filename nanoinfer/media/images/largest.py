@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from math import exp, isqrt, log, sqrt
+from math import exp, isqrt, log, prod, sqrt
 from typing import Any
 
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
@@ -27,6 +27,8 @@ def largest_size(processor: Any, options: Mapping[str, Any]) -> tuple[int, int]:
         return height, height * setting("pan_and_scan_max_num_crops")
     if setting("crop_to_patches"):
         return _fill(max(setting("max_patches"), setting("dense_max_patches") or 0), size["height"])
+    if grids := setting("image_grid_pinpoints"):
+        return max(map(tuple, grids), key=prod)
     if most := setting("max_slice_nums"):
         return _largest_in_slices(processor, most)
     if setting("tile_size"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.media.images.anyres import count_anyres
 from nanoinfer.media.pixels import GRIDS, MASK, SHAPES, SIZES, TARGETS, Pixels
 
 if TYPE_CHECKING:
@@ -163,6 +164,30 @@ def _lfm2_vl(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     )
 
 
+def _llava_onevision(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    """Each image comes in tiles, also beside others."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    of, grids = config.vision_config, config.image_grid_pinpoints
+    side, most = of.image_size // of.patch_size, int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+    image = _image(config, tokenizer)
+
+    def expand(made: Pixels) -> str:
+        size = tuple(made[SIZES][0].tolist())
+        return image * count_anyres(size, select_best_resolution(size, grids), of.image_size, side, most)
+
+    fixed = {
+        "num_image_tokens": (side**2,),
+        "vision_feature_select_strategy": (config.vision_feature_select_strategy,),
+        "vision_aspect_ratio": (config.vision_aspect_ratio,),
+    }
+    ignored = "image_token", "video_token"
+    required = {"image_grid_pinpoints": (grids,)}
+    return Placeholder(
+        image, "LlavaOnevisionImageProcessor", expand, (SIZES,), required=required, fixed=fixed, ignored=ignored
+    )
+
+
 def _minicpmv(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, merged = _image(config, tokenizer), 4 if config.downsample_mode == "4x" else 16
     begin, end = tokenizer.image_start_token, tokenizer.image_end_token
@@ -248,6 +273,7 @@ CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLForConditionalGeneration": _internvl,
     "Lfm2VlForConditionalGeneration": _lfm2_vl,
+    "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "MiniCPMV4_6ForConditionalGeneration": _minicpmv,
     "Mistral3ForConditionalGeneration": _mistral3,
     "PaddleOCRVLForConditionalGeneration": _paddleocr,

@@ -18,6 +18,7 @@ from nanoinfer.media.images.placeholders import Placeholder
 from nanoinfer.media.kept import Kept
 from nanoinfer.media.pixels import (
     COUNT,
+    MASK,
     PIXEL_VALUES,
     SCALES,
     Pixels,
@@ -195,8 +196,8 @@ class ImageProcessor:
             raise ValueError(f"{name}, {width} x {height} pixels: cannot be processed: {error}") from error
         if made[PIXEL_VALUES].ndim < 5:
             return made
-        of_prompt = {name: made[name][0] for name in (PIXEL_VALUES, *self._placeholder.inputs)}
-        return {**made, **of_prompt}  # Idefics 3's tiles come by prompts
+        # Tiles come by images, as LLaVA-OneVision's do, or by prompts.
+        return {**made, **{name: made[name][0] for name in (PIXEL_VALUES, MASK) if name in made}}
 
     def _key(self, image: np.ndarray) -> bytes:
         """Return the digest of an image in RGB and of the settings."""

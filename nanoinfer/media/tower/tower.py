@@ -65,6 +65,7 @@ class TransformersTower:
         self._model = _build(config, dtype, device, memory or nullcontext())
         self._takes_tiles = hasattr(self._model, "vision_model")  # Idefics 3's, of all images of a prompt
         self._takes_row = hasattr(self._model, "merger")  # MiniCPM-V's, of patches side by side
+        self._merges = getattr(config, "spatial_merge_size", None)  # as many patches in each direction: Mistral 3's
         self._scale = getattr(config.get_text_config(), "embedding_multiplier", 1)  # Granite's, of all embeddings
         self._derives = hasattr(getattr(self._model, "visual", None), "spatial_merge_size")
         if device.type == "cuda":
@@ -109,7 +110,7 @@ class TransformersTower:
 
     def _share(self, image: Pixels) -> int:
         """Return how many of a batch's bytes an image takes: all, where a tower masks each pair of patches in it."""
-        if SIZES in image:
+        if SIZES in image and self._merges:
             return self.batch_bytes
         others = sum(tensor.nbytes for name, tensor in image.items() if name not in NO_INPUTS)
         return self._dtype.itemsize * count_values(image) + others
@@ -136,9 +137,9 @@ class TransformersTower:
         return {name: tensor[None] for name, tensor in inputs.items()} if self._takes_tiles else inputs
 
     def _is_one_token(self, image: Pixels) -> bool:
-        if SIZES not in image:
+        if not self._merges:
             return False
-        side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
+        side = self._model.config.vision_config.patch_size * self._merges
         return image[SIZES].tolist() == [[side, side]]
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:

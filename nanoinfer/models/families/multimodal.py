@@ -106,6 +106,12 @@ def describe_lfm2_vl(config: PretrainedConfig) -> Description:
     return _describe_text(config, lfm2.describe)
 
 
+def describe_llava_onevision(config: PretrainedConfig) -> Description:
+    """Describe a LLaVA-OneVision, with the text part of any supported class."""
+    refuse(config, vision_feature_select_strategy="full")
+    return _describe_text(config, _describe_any)
+
+
 def describe_minicpmv(config: PretrainedConfig) -> Description:
     """Describe a MiniCPM-V 4.6, whose videos are not read: a token has one position, unlike in Qwen3.5."""
     return _describe_text(config, qwen3_5.describe)
