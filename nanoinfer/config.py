@@ -110,7 +110,7 @@ class Config:
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
-        speed and the memory of a text model
+        speed and the memory of a text model. For a checkpoint that hears, the same holds of audio
     limit_images_per_prompt: a prompt has at most this many images; 0: none. None: as many as fit max_model_len
     limit_videos_per_prompt: a prompt has at most this many videos, as limit_images_per_prompt says of images
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
@@ -313,7 +313,7 @@ class Config:
 
     @property
     def sees(self) -> bool:
-        """Whether the LLM has a tower for images."""
+        """Whether the LLM has a tower, for images or for audio."""
         return self.images is True
 
     @property

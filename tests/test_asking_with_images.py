@@ -445,7 +445,7 @@ class TestErrors:
             ),
             (
                 {"prompt": "<audio>", "multi_modal_data": {"audio": [ONE]}},
-                r"\['multi_modal_data'\] has 'audio': must have 'image' and 'video' alone",
+                r"has 1 sounds: must have none: classes that hear are Qwen2AudioForConditionalGeneration",
             ),
             ({"prompt": IMAGE, "multi_modal_data": ONE}, r"\['multi_modal_data'\] is <PIL.*: must be a mapping with"),
             ({"prompt": IMAGE, "image": ONE}, r"must be text, .*, and nothing else but 'multi_modal_data'"),

@@ -209,7 +209,7 @@ def test_images_are_taken_out_of_messages() -> None:
         {"role": "user", "content": parts},
         {"role": "user", "content": [url, {"type": "image_url", "image_url": "b.png"}]},
     ]
-    bare, (images, videos) = take_media("messages", messages)
+    bare, (images, videos, _) = take_media("messages", messages)
     assert (images, videos) == ([image, "data:a", "b.png"], [])
     assert bare[0] is messages[0]
     assert bare[1] == {"role": "user", "content": [{"type": "image"}, parts[1]]}

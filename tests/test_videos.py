@@ -161,7 +161,7 @@ class TestWhatAVideoMayBe:
             {"type": "video", "video": FRAMES, "sample_fps": 1},
             {"type": "video_url", "video_url": {"url": "a.mp4"}},
         ]
-        (message,), (images, videos) = take_media("messages", [{"role": "user", "content": parts}])
+        (message,), (images, videos, _) = take_media("messages", [{"role": "user", "content": parts}])
         assert message["content"] == [{"type": "video"}, {"type": "image"}, parts[2], *[{"type": "video"}] * 3]
         assert images == [image]
         assert videos[0] == (FRAMES, {"fps": 2})

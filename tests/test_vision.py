@@ -472,7 +472,7 @@ def test_a_chat_is_what_its_template_writes(checkpoint: Callable[[str], Checkpoi
     ours = checkpoint("qwen3-vl")
     image = picture(64, 64)
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]
-    bare, (images, _) = take_media("messages", messages)
+    bare, (images, *_) = take_media("messages", messages)
     text = ours.oracle.tokenizer.apply_chat_template(bare, tokenize=False)
     wanted = ours.oracle.apply_chat_template(messages, tokenize=True, return_dict=True)
     assert (

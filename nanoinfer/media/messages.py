@@ -1,4 +1,4 @@
-"""Takes the images and videos out of chat messages."""
+"""Takes images, videos and audio out of chat messages."""
 
 from __future__ import annotations
 
@@ -8,30 +8,36 @@ from typing import Any, NamedTuple
 from nanoinfer.checks import as_list, short
 from nanoinfer.media.videos.clip import RATES, with_rate
 
-IMAGE, VIDEO = "image", "video"
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 SOURCES = {
     IMAGE: (IMAGE, "url", "path"),
     "image_url": ("image_url",),
     "image_pil": ("image_pil",),
     VIDEO: (VIDEO, "url", "path"),
     "video_url": ("video_url",),
+    AUDIO: (AUDIO,),
 }
-"""Maps a kind of part to the keys that may hold its image or video: transformers', OpenAI's, vLLM's."""
-BARE = {IMAGE: {"type": IMAGE}, VIDEO: {"type": VIDEO}}  # parts of which the image or the video was taken
+"""Maps a kind of part to the keys that may hold what it is of: transformers', OpenAI's, vLLM's."""
+BARE = {kind: {"type": kind} for kind in (IMAGE, VIDEO, AUDIO)}  # parts of which the image, video or audio was taken
 
 
 class Media(NamedTuple):
-    """What a prompt has beside its text: its images, and its videos, as users give them, each in their own order."""
+    """What a prompt has beside its text, as users give it: images, videos and audio, each in their own order."""
 
     images: Sequence[Any]
     videos: Sequence[Any]
+    audio: Sequence[Any] = ()
+
+    def of(self, kind: str) -> Sequence[Any]:
+        """Return those of one kind: "image", "video" or "audio"."""
+        return dict(zip(BARE, self, strict=True))[kind]
 
 
 NO_MEDIA = Media((), ())
 
 
 def is_bare(part: Any) -> bool:
-    """Whether a part of a message stands for an image or a video that was taken."""
+    """Whether a part of a message stands for an image, a video or a sound that was taken."""
     return any(part is bare for bare in BARE.values())
 
 
@@ -41,10 +47,11 @@ def take_media(name: str, messages: Iterable[Any]) -> tuple[list[Any], Media]:
     A part with an image is {"type": "image", "image": ...}, with "url" or "path" in place of "image" too, or
     {"type": "image_url", "image_url": {"url": ...}}, whose inner mapping may be the URL itself, or {"type":
     "image_pil", "image_pil": ...}. One with a video is {"type": "video", "video": [frame, ...]}, beside which "fps"
-    may stand. A part without a text may leave the type out. The given messages stay as they are.
+    may stand, one with a sound {"type": "audio", "audio": (array, rate)}. A part without a text may leave the type out.
+    The given messages stay as they are.
     name: begins the messages of errors. Raises ValueError for a part of these kinds without an image or a video.
     """
-    taken = Taken([], [])
+    taken = Taken([], [], [])
     bare = [_take(f"{name}[{index}]", message, taken) for index, message in enumerate(messages)]
     return bare, Media(*taken)
 
@@ -54,10 +61,11 @@ class Taken(NamedTuple):
 
     images: list[Any]
     videos: list[Any]
+    audio: list[Any]
 
 
 def _take(name: str, message: Any, taken: Taken) -> Any:
-    """Return a message without its images and videos, which are appended to those taken."""
+    """Return a message without its images, videos and sounds, which are appended to those taken."""
     content = as_list(message.get("content")) if isinstance(message, Mapping) else None
     if content is None or not any(_kind_of(part) for part in content):
         return message
@@ -72,13 +80,15 @@ def _take_part(name: str, part: Any, taken: Taken) -> Any:
     if medium == VIDEO:
         rate = next((part[key] for key in RATES if part.get(key) is not None), None)
         taken.videos.append(with_rate(source, rate))
+    elif medium == AUDIO:
+        taken.audio.append(source)
     else:
         taken.images.append(source)
     return BARE[medium]
 
 
 def _kind_of(part: Any) -> str | None:
-    """Return the kind of a part with an image or a video; None: it is another part."""
+    """Return the kind of a part with an image, a video or a sound; None: it is another part."""
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
@@ -92,6 +102,6 @@ def _source_of(name: str, part: Mapping[str, Any], kind: str) -> Any:
     if kind.endswith("_url") and isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
-        a_medium = "a video" if kind.startswith(VIDEO) else "an image"
+        a_medium = "a video" if kind.startswith(VIDEO) else "a sound" if kind == AUDIO else "an image"
         raise ValueError(f"{name} has the part {short(part, 60)}: must have {a_medium} under {kind!r}")
     return source

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import check_flag, short
 from nanoinfer.hub import has_tokenizer
+from nanoinfer.media.audio.processor import CLASSES as AUDIO_CLASSES
 from nanoinfer.media.images.placeholders import BY_TORCHVISION, CLASSES
-from nanoinfer.media.processor import FILES
+from nanoinfer.media.images.reading import FILES
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.roll import FILE_NAMES
 from nanoinfer.weights.shards import FLOATS
@@ -84,15 +85,16 @@ def can_see(
 def _find_fault(folder: str, tokenizer: str, config: PretrainedConfig, is_loaded: bool) -> str | None:
     """Return why an LLM of a checkpoint cannot see; None: it can."""
     classes = config.architectures or []
-    if not any(name in CLASSES for name in classes):
+    hears = any(name in AUDIO_CLASSES for name in classes)
+    if not hears and not any(name in CLASSES for name in classes):
         return f"{', '.join(classes)} sees no images here; those that do are {', '.join(CLASSES)}"
     if not any((Path(folder) / name).is_file() for name in FILES):
         return f"the checkpoint has no processor of images: neither {' nor '.join(FILES)}"
     if not has_tokenizer(tokenizer):
         return "the checkpoint has no tokenizer, which makes room for images in prompts"
-    if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower()).number_types)):
+    if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower(hears)).number_types)):
         return fault
-    if not find_spec("PIL"):
+    if not hears and not find_spec("PIL"):
         return "images need pillow: pip install 'nanoinfer[images]'"
     if any(name in BY_TORCHVISION for name in classes) and not find_spec("torchvision"):
         return f"images of {', '.join(classes)} need torchvision: pip install 'nanoinfer[torchvision]'"

@@ -1,4 +1,4 @@
-"""What the tower takes of images and of videos' frames."""
+"""What the tower takes of images, of videos' frames and of audio."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ TARGETS = "target_sizes"  # what MiniCPM-V's takes: how many rows and columns of
 SHAPES = "spatial_shapes"  # what LFM2-VL's takes: the same of each tile
 MASK = "pixel_attention_mask"  # what towers of padded tiles take: which are there
 COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
+FEATURES = "input_features"  # in place of pixel values: what a tower takes of audio, [1, bins, frames]
+FRAMES = "frames"  # beside these: how many of the frames are audio's, and no padding
 Pixels = Mapping[str, Tensor]
 
 
 class PixelSource(NamedTuple):
-    """An image as a user gave it, as Opener takes it, or a Group of a video's frames.
+    """An image or audio as a user gave it, or a Group of a video's frames.
 
     name: begins the messages of errors; key: as MediaSpan has it
     """
@@ -36,7 +38,7 @@ class PixelSource(NamedTuple):
 
 @dataclass(frozen=True)
 class TowerInput:
-    """What a tower encodes by itself: an image, or frames of a video.
+    """What a tower encodes by itself: an image, frames of a video, or audio.
 
     key: as MediaSpan has it; count: how many embeddings are made of it; pixels: what the tower takes
     """
@@ -53,39 +55,42 @@ class PixelsOnDemand(Pixels):
     scales, count: as SCALES and COUNT have them
     source: what is known of the image
     load: returns the pixel values of a source, in bytes; None: these were pickled, and who has them next sets it
+    made: what the loaded values are called; scales: None: they are no bytes
     """
 
     def __init__(
         self,
         others: Pixels,
         num_bytes: int,
-        scales: Tensor,
+        scales: Tensor | None,
         count: int,
         source: PixelSource,
         load: Callable[[PixelSource], Tensor] | None = None,
+        made: str = PIXEL_VALUES,
     ) -> None:
-        self.num_bytes, self.load = num_bytes, load
+        self.num_bytes, self.load, self._made = num_bytes, load, made
         self._others, self._scales, self._count, self._source = others, scales, count, source
 
     def in_bytes(self) -> Pixels:
         """Return the pixels with values that are still to be normalised: an eighth of Qwen's memory."""
         assert self.load is not None
-        values, count = self.load(self._source), torch.tensor(self._count)
-        return {PIXEL_VALUES: values, SCALES: self._scales, COUNT: count, **self._others}
+        scales = {} if self._scales is None else {SCALES: self._scales}
+        return {self._made: self.load(self._source), **scales, COUNT: torch.tensor(self._count), **self._others}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name == PIXEL_VALUES:
+        if name == self._made:
             return normalised(self.in_bytes())
         return torch.tensor(self._count) if name == COUNT else self._others[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((PIXEL_VALUES, COUNT, *self._others))
+        return iter((self._made, COUNT, *self._others))
 
     def __len__(self) -> int:
         return 2 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, int, PixelSource]]:
-        return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._count, self._source)
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        own = self._others, self.num_bytes, self._scales, self._count, self._source
+        return PixelsOnDemand, (*own, None, self._made)
 
 
 def normalised(pixels: Pixels) -> Tensor:
@@ -94,7 +99,7 @@ def normalised(pixels: Pixels) -> Tensor:
     Their shape says where the channels are: [images, channels, height, width]; [patches, channels * ...], which become
     [patches, channels * frames * ...]; or [images, patches, ... * channels], as in Gemma 4.
     """
-    values, scales = pixels[PIXEL_VALUES], pixels.get(SCALES)
+    values, scales = _values(pixels), pixels.get(SCALES)
     if scales is None:
         return values
     _, channels, frames = scales.shape
@@ -109,7 +114,12 @@ def normalised(pixels: Pixels) -> Tensor:
 def count_values(pixels: Pixels) -> int:
     """Return how many pixel values there are once they are normalised."""
     frames = pixels[SCALES].shape[2] if SCALES in pixels else 1
-    return frames * pixels[PIXEL_VALUES].numel()
+    return frames * _values(pixels).numel()
+
+
+def _values(pixels: Pixels) -> Tensor:
+    features = pixels.get(FEATURES)
+    return pixels[PIXEL_VALUES] if features is None else features
 
 
 def count_embeddings(pixels: Pixels) -> int:

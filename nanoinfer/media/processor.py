@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanoinfer.checks import check_settings
-from nanoinfer.hub import reason_of
+from nanoinfer.media.audio.processor import CLASSES as AUDIO_CLASSES
+from nanoinfer.media.audio.processor import AudioProcessor, read_extractor
 from nanoinfer.media.images.opening import Opener
-from nanoinfer.media.images.placeholders import CLASSES, Placeholder
-from nanoinfer.media.images.processor import ImageProcessor, PreparedImage
+from nanoinfer.media.images.placeholders import CLASSES
+from nanoinfer.media.images.processor import ImageProcessor
+from nanoinfer.media.images.reading import named_errors, read_images
+from nanoinfer.media.messages import Media
 from nanoinfer.media.pixels import Pixels, PixelSource
 from nanoinfer.media.positions import MropePositions, Positions
+from nanoinfer.media.prepared import Prepared
 from nanoinfer.media.spans import MediaPrompt, MediaSpan
 from nanoinfer.media.videos.kinds import CLASSES as VIDEO_CLASSES
 from nanoinfer.media.videos.kinds import kind_of
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-Prepared = PreparedImage | PreparedVideo
-FILES = OF_IMAGES, OF_ALL = "preprocessor_config.json", "processor_config.json"  # may say how images are processed
-PARTS = ("image_processor", "video_processor", "feature_extractor", "tokenizer", "chat_template")  # others read these
-NAMES = ("processor_class", "auto_map")
-MOST_SHOWN = 300  # characters of transformers' reason
+AnyPrepared = Prepared | PreparedVideo
 
 
 class Modality(NamedTuple):
@@ -53,7 +50,7 @@ class Modality(NamedTuple):
     id: int
     token_id: int
     most: int | None
-    prepare: Callable[[str, Any], Prepared]
+    prepare: Callable[[str, Any], AnyPrepared]
 
     def check_count(self, name: str, prompt: str | Sequence[int], given: int) -> None:
         """Raise ValueError if more of them are given than may be, or if a prompt has not a placeholder for each."""
@@ -76,7 +73,7 @@ class Modality(NamedTuple):
 
 
 class MediaProcessor:
-    """Makes MediaPrompts by the image processor of a checkpoint, in any number of threads.
+    """Makes MediaPrompts by the processors of a checkpoint, in any number of threads.
 
     folder: the checkpoint's; config: its config.json; tokenizer: its own, or another
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
@@ -85,9 +82,9 @@ class MediaProcessor:
     most_images, most_videos: so many may be in a prompt; None: any number
     image_folder: as for Opener
 
-    images: prepares each image; videos: each video; None: the model takes none
+    images: prepares each image; videos: each video; audio: each sound; None: the model takes none
 
-    Raises ValueError if the class is none of CLASSES, the folder has no image processor, or that takes no such option.
+    Raises ValueError if the class neither sees nor hears, the folder has no processor, or that takes no such option.
     """
 
     def __init__(
@@ -100,49 +97,72 @@ class MediaProcessor:
         image_folder: str | Path | None = None,
         most_videos: int | None = None,
     ) -> None:
-        maker = _maker_of(config)
-        with _named_errors(folder):
-            placeholder, of_videos = maker(config, tokenizer), kind_of(folder, config, tokenizer)
-            processor = _read_processor(folder, placeholder.image_processor)
-            _check_whole(Path(folder) / OF_ALL, placeholder)
-            _check_required(processor, placeholder)
-        self._tokenizer, opener, options = tokenizer, Opener(image_folder), options or {}
-        self._positions = MropePositions.of(config)
-        self._image_id: int = config.image_token_id
-        for_images = {name: value for name, value in options.items() if of_videos is None or name not in OF_VIDEOS}
-        self.images = ImageProcessor(processor, tokenizer, placeholder, self._image_id, for_images, opener)
-        self.videos = None if of_videos is None else VideoProcessor(of_videos, tokenizer, options, opener)
-        ids = tokenizer.convert_tokens_to_ids(placeholder.text), self._image_id
-        self._kinds = [Modality("image", 1, placeholder.text, *ids, most_images, self.images.prepare)]
-        if of_videos is not None and self.videos is not None:
-            ids = (config.video_token_id,) * 2
-            self._kinds.append(Modality("video", 2, of_videos.text, *ids, most_videos, self.videos.prepare))
+        _check_class(config)
+        self._tokenizer, self._positions = tokenizer, MropePositions.of(config)
+        self.images: ImageProcessor | None = None
+        self.videos: VideoProcessor | None = None
+        self.audio: AudioProcessor | None = None
+        if _class_of(config) in AUDIO_CLASSES:
+            with named_errors(folder):
+                self.audio = AudioProcessor(read_extractor(folder), config, tokenizer)
+            own = self.audio
+            self._kinds = [Modality("audio", 3, own.text, own.token_id, own.token_id, None, own.prepare)]
+        else:
+            opener = Opener(image_folder)
+            self._kinds = self._see(folder, config, options or {}, opener, most_images, most_videos)
         self._splitter = re.compile("|".join(re.escape(kind.text) for kind in self._kinds))
+
+    def _see(
+        self,
+        folder: str,
+        config: PretrainedConfig,
+        options: Mapping[str, Any],
+        opener: Opener,
+        most_images: int | None,
+        most_videos: int | None,
+    ) -> list[Modality]:
+        """Read how images and videos are processed; returns what a prompt may have."""
+        with named_errors(folder):
+            of_videos = kind_of(folder, config, self._tokenizer)
+            placeholder, processor = read_images(folder, config, self._tokenizer)
+        token_id: int = config.image_token_id
+        for_images = {name: value for name, value in options.items() if of_videos is None or name not in OF_VIDEOS}
+        own = self.images = ImageProcessor(processor, self._tokenizer, placeholder, token_id, for_images, opener)
+        ids = self._tokenizer.convert_tokens_to_ids(placeholder.text), token_id
+        kinds = [Modality("image", 1, placeholder.text, *ids, most_images, own.prepare)]
+        if of_videos is not None:
+            self.videos = VideoProcessor(of_videos, self._tokenizer, options, opener)
+            ids = (config.video_token_id,) * 2
+            kinds.append(Modality("video", 2, of_videos.text, *ids, most_videos, self.videos.prepare))
+        return kinds
 
     def prepare(
         self,
         name: str,
         prompt: str | Sequence[int],
-        images: Sequence[Any],
+        images: Sequence[Any] = (),
         add_special_tokens: bool = True,
         videos: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
     ) -> MediaPrompt:
         """Return a prompt ready to run.
 
         name: the prompt's, which begins the messages of errors
-        prompt: its text, or its tokens, with one placeholder for each image and each video
+        prompt: its text, or its tokens, with one placeholder for each image, each video and each sound
         images: as Opener takes them, in the order of the placeholders
         add_special_tokens: the tokenizer adds those that begin a text
-        videos: as read_clip takes them
+        videos: as read_clip takes them; audio: as read_audio takes them
 
-        Raises ValueError for too many images or videos, if the placeholders are not as many as these, and for what
-        cannot be opened or the processor does not take. All are read again for their pixels: they must not change
-        before.
+        Raises ValueError for too many of a kind, for one that the model does not take, if the placeholders are not as
+        many as these, and for what cannot be opened or the processor does not take. All are read again for their
+        pixels: they must not change before.
         """
-        assert images or videos
-        self.check_videos(name, videos)
-        prepared: dict[str, Prepared] = {}
-        for kind, given in zip(self._kinds, (images, videos), strict=False):
+        media = Media(images, videos, audio)
+        assert any(media)
+        self.check_kinds(name, media)
+        prepared: dict[str, AnyPrepared] = {}
+        for kind in self._kinds:
+            given = media.of(kind.noun)
             kind.check_count(name, prompt, len(given))
             prepared |= {
                 f"{kind.noun} {index}": kind.prepare(f"{kind.noun} {index} of {name}", source)
@@ -152,13 +172,18 @@ class MediaProcessor:
         token_ids = self._expand(prompt, self._numbered(ordered), add_special_tokens)
         return self._assemble(name, token_ids, ordered)
 
-    def check_videos(self, name: str, videos: Sequence[Any]) -> None:
-        """Raise ValueError for videos of a prompt whose model takes none."""
-        if videos and self.videos is None:
+    def check_kinds(self, name: str, media: Media) -> None:
+        """Raise ValueError for images, videos or audio of a prompt whose model takes none of these."""
+        if media.videos and self.videos is None:
             raise ValueError(
-                f"{name} has {len(videos)} videos: must have images alone, such as their frames: of the classes that"
-                f" see, those that take videos are {', '.join(VIDEO_CLASSES)}, with a token for these"
+                f"{name} has {len(media.videos)} videos: must have images alone, such as their frames: of the classes"
+                f" that see, those that take videos are {', '.join(VIDEO_CLASSES)}, with a token for these"
             )
+        if media.images and self.images is None:
+            raise ValueError(f"{name} has {len(media.images)} images: must have audio alone, which this model hears")
+        if media.audio and self.audio is None:
+            hearing = ", ".join(AUDIO_CLASSES)
+            raise ValueError(f"{name} has {len(media.audio)} sounds: must have none: classes that hear are {hearing}")
 
     def check_text(self, name: str, text: str) -> None:
         """Raise ValueError if a text without images or videos has placeholders."""
@@ -167,21 +192,21 @@ class MediaProcessor:
                 raise ValueError(f"{name} has {count} placeholders, {kind.text!r}, and no {kind.noun}: must not")
 
     def load(self, source: PixelSource) -> Tensor:
-        """Return the pixel values, in bytes, of what was prepared before, here or in another process."""
-        if isinstance(source.given, Group):
-            assert self.videos is not None
-            return self.videos.load(source)
-        return self.images.load(source)
+        """Return the pixel values, in bytes, of what was prepared before, here or in another process; or features."""
+        processor = self.videos if isinstance(source.given, Group) else self.images or self.audio
+        assert processor is not None
+        return processor.load(source)
 
     def largest(self) -> Pixels:
-        """Return the pixels of an image, or of a video's frames at once, so large that of none more is made."""
-        image = self.images.largest()
-        frames = None if self.videos is None else self.videos.largest()
-        return image.pixels if frames is None or frames.count <= image.count else frames.pixels
+        """Return the pixels of so large an image, frames of a video, or audio that of none more is made."""
+        found = [own.largest() for own in (self.images, self.videos, self.audio) if own is not None]
+        return max(found, key=lambda own: own.count).pixels
 
     def longest_span(self) -> int:
         """Return how many neighbouring placeholders an image can have at most; those of crops are no neighbours."""
-        is_placeholder = np.asarray(self.images.largest().token_ids) == self._image_id
+        own = self.images or self.audio
+        assert own is not None
+        is_placeholder = np.asarray(own.largest().token_ids) == self._kinds[0].token_id
         return max(count for _, _, count in _runs(np.flatnonzero(is_placeholder)))
 
     def _order(self, prompt: str | Sequence[int]) -> Iterator[str]:
@@ -197,14 +222,15 @@ class MediaProcessor:
             yield f"{noun} {counts[noun]}"
             counts[noun] += 1
 
-    def _numbered(self, seen: Mapping[str, Prepared]) -> list[Prepared]:
+    def _numbered(self, seen: Mapping[str, AnyPrepared]) -> list[AnyPrepared]:
         """Return images and videos in their order, each image with its number where the class writes such."""
+        images = self.images
         return [
-            self.images.numbered(own, int(name.split()[1])) if isinstance(own, PreparedImage) else own
+            images.numbered(own, int(name.split()[1])) if images and isinstance(own, Prepared) else own
             for name, own in seen.items()
         ]
 
-    def _expand(self, prompt: str | Sequence[int], seen: Sequence[Prepared], add_special_tokens: bool) -> list[int]:
+    def _expand(self, prompt: str | Sequence[int], seen: Sequence[AnyPrepared], add_special_tokens: bool) -> list[int]:
         """Return the tokens of a prompt in which each placeholder became those of an image or a video."""
         rest = iter(seen)
         if isinstance(prompt, str):
@@ -217,7 +243,7 @@ class MediaProcessor:
             expanded.extend(next(rest).token_ids if token in placeholders else (token,))
         return expanded
 
-    def _assemble(self, name: str, token_ids: list[int], seen: Mapping[str, Prepared]) -> MediaPrompt:
+    def _assemble(self, name: str, token_ids: list[int], seen: Mapping[str, AnyPrepared]) -> MediaPrompt:
         """Return a prompt with these images and videos."""
         tokens, types = np.asarray(token_ids), np.zeros(len(token_ids), np.int8)
         for kind in self._kinds:
@@ -238,7 +264,7 @@ class MediaProcessor:
         return MediaPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels), counts)
 
     def _place(
-        self, name: str, types: np.ndarray, seen: Mapping[str, Prepared], places: Sequence[np.ndarray]
+        self, name: str, types: np.ndarray, seen: Mapping[str, AnyPrepared], places: Sequence[np.ndarray]
     ) -> Positions:
         """Return the positions of a prompt's tokens; places: those of each image and each video."""
         assert self._positions is not None
@@ -268,48 +294,11 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield begin, int(run[0]), len(run)
 
 
-def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTrainedTokenizerBase], Placeholder]:
-    name = (config.architectures or [""])[0]
-    if name not in CLASSES:
-        raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {', '.join(CLASSES)}")
-    return CLASSES[name]
+def _class_of(config: PretrainedConfig) -> str:
+    return (config.architectures or [""])[0]
 
 
-@contextmanager
-def _named_errors(folder: str) -> Iterator[None]:
-    """Say what is wrong with a checkpoint's files, or missing."""
-    if not any((Path(folder) / name).is_file() for name in FILES):
-        raise ValueError(f"model={folder!r}: must have a {OF_IMAGES}, which says how images are processed")
-    try:
-        yield
-    except Exception as error:
-        reason = reason_of(error)[:MOST_SHOWN]
-        raise ValueError(
-            f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
-        ) from error
-
-
-def _check_whole(file: Path, placeholder: Placeholder) -> None:
-    """Raise ValueError for settings of the class's processor by which a prompt would be another."""
-    said = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    check_settings(str(file), said, (*PARTS, *NAMES, *placeholder.ignored), placeholder.fixed)
-
-
-def _check_required(image_processor: Any, placeholder: Placeholder) -> None:
-    """Raise ValueError for settings of an image processor by which a prompt, or a tower's input, would be another."""
-    for name, allowed in placeholder.required.items():
-        value = getattr(image_processor, name)
-        if value not in allowed:
-            raise ValueError(f"{OF_IMAGES} has {name}={value!r}: must be {' or '.join(map(repr, allowed))}")
-
-
-def _read_processor(folder: str, name: str) -> Any:
-    """Return transformers' image processor of a class, by torchvision if there is one, for it is faster than PIL."""
-    import transformers
-    from transformers.utils import is_torchvision_available
-
-    name = name if is_torchvision_available() else f"{name}Pil"
-    try:
-        return getattr(transformers, name).from_pretrained(folder)
-    except ImportError as error:
-        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
+def _check_class(config: PretrainedConfig) -> None:
+    if (name := _class_of(config)) not in (*CLASSES, *AUDIO_CLASSES):
+        known = ", ".join(CLASSES)
+        raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {known}")

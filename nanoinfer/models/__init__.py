@@ -113,6 +113,7 @@ FAMILIES = {
     "PhiForCausalLM": "classics.phi.describe",
     "PhimoeForCausalLM": "mixtures.phimoe.describe",
     "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_vl",
+    "Qwen2AudioForConditionalGeneration": "multimodal.describe_qwen2_audio",
     "Qwen2ForCausalLM": "qwen2.describe",
     "Qwen2MoeForCausalLM": "qwen2.describe_moe",
     "Qwen2VLForConditionalGeneration": "multimodal.describe_qwen2_vl",

@@ -221,6 +221,7 @@ class Description:
     whole_images: for each layer, whether each token of an image sees the whole image; empty: no layer's does
     is_multimodal: the checkpoint holds other models beside this one
     has_tower: of these, nanoinfer runs the one for images; it does not read the others
+    hears: that one is for audio
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     labels: how many scores a text gets, in place of logits behind each token; 0: not even scores; None: logits
     """
@@ -289,6 +290,7 @@ class Description:
     whole_images: tuple[bool, ...] = ()
     is_multimodal: bool = False
     has_tower: bool = False
+    hears: bool = False
     skipped: tuple[str, ...] = ()
     labels: int | None = None
     spelling: Spelling = AS_STORED
@@ -297,7 +299,7 @@ class Description:
     @property
     def beside(self) -> Beside:
         """What the model's checkpoints hold beside it."""
-        return Beside(self.is_multimodal, self.has_tower, self.skipped, self.labels == 0, self.spelling)
+        return Beside(self.is_multimodal, self.has_tower, self.skipped, self.labels == 0, self.spelling, self.hears)
 
     @property
     def generates(self) -> bool:

@@ -113,7 +113,7 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         f"{name_of(config.model)} on {hardware}",
         _numbers(config),
         config.attention_backend,
-        "sees images" if config.sees else "",
+        ("hears audio" if config.description.hears else "sees images") if config.sees else "",
         "" if config.draft is None else f"draft by {name_of(config.draft.folder)}",
         " of ".join(processes),
         "" if config.description.is_encoder else _cache(config, memory),

@@ -252,7 +252,7 @@ class Inputs:
         messages, media = list_of(name, chat, "a list of messages"), NO_MEDIA
         if self._media is not None:
             messages, media = take_media(name, messages)
-            self._media.check_videos(name, media)
+            self._media.check_kinds(name, media)
         text = self._chats.render(name, messages, template)
         return Asked(name, text, text, media, is_chat=True)
 
@@ -337,8 +337,9 @@ class Inputs:
         prompt = asked.prompt if isinstance(asked.prompt, str) else token_ids_of(asked.name, asked.prompt)
         if isinstance(prompt, str):
             check_characters(asked.name, prompt)
+        media = asked.media
         return self._media.begin(
-            WithMedia(asked.name, prompt, asked.media.images, not asked.is_chat, asked.media.videos)
+            WithMedia(asked.name, prompt, media.images, not asked.is_chat, media.videos, media.audio)
         )
 
     def _tokens_of(self, asked: Asked, seen: Future[MediaPrompt] | None) -> SomeTokens:

@@ -10,8 +10,9 @@ from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.engine.media import check_whole
 from nanoinfer.media.ahead import MediaThreads
+from nanoinfer.media.audio.processor import AudioProcessor
 from nanoinfer.media.images.processor import ImageProcessor
-from nanoinfer.media.messages import IMAGE, NO_MEDIA, VIDEO, Media
+from nanoinfer.media.messages import AUDIO, IMAGE, NO_MEDIA, VIDEO, Media
 from nanoinfer.media.pixels import PixelsOnDemand
 from nanoinfer.media.processor import MediaProcessor
 from nanoinfer.media.spans import MediaPrompt
@@ -49,10 +50,12 @@ def take_beside(name: str, prompt: dict[str, Any]) -> Media:
             f"{name}[{DATA!r}] is {short(data, MOST_SHOWN)}: must be a mapping with {IMAGE!r} or {VIDEO!r}"
         )
     for kind, value in data.items():
-        if kind not in (IMAGE, VIDEO) and value is not None:
-            raise ValueError(f"{name}[{DATA!r}] has {kind!r}: must have {IMAGE!r} and {VIDEO!r} alone")
-    videos = listed(data.get(VIDEO))
-    return Media(_listed(data.get(IMAGE)), _with_rates(f"{name}[{PROCESSING!r}]", videos, processing))
+        if kind not in (IMAGE, VIDEO, AUDIO) and value is not None:
+            raise ValueError(f"{name}[{DATA!r}] has {kind!r}: must have {IMAGE!r}, {VIDEO!r} and {AUDIO!r} alone")
+    videos = _with_rates(f"{name}[{PROCESSING!r}]", listed(data.get(VIDEO)), processing)
+    audio = data.get(AUDIO)
+    sounds = [] if audio is None else audio if isinstance(audio, list) else [audio]
+    return Media(_listed(data.get(IMAGE)), videos, sounds)
 
 
 def _listed(images: Any) -> list[Any]:
@@ -74,9 +77,9 @@ def _with_rates(name: str, videos: list[Any], processing: Any) -> list[Any]:
 
 
 class WithMedia(NamedTuple):
-    """A prompt with images or videos, as a user gave it.
+    """A prompt with images, videos or audio, as a user gave it.
 
-    name, prompt, images, videos, add_special_tokens: as for MediaProcessor.prepare
+    name, prompt, images, videos, audio, add_special_tokens: as for MediaProcessor.prepare
     """
 
     name: str
@@ -84,6 +87,7 @@ class WithMedia(NamedTuple):
     images: Sequence[Any]
     add_special_tokens: bool
     videos: Sequence[Any] = ()
+    audio: Sequence[Any] = ()
 
 
 class MediaInputs:
@@ -107,14 +111,21 @@ class MediaInputs:
             check_whole(self._processor.longest_span(), config)
 
     def open(self, name: str, media: Media) -> Media:
-        """Return images and videos that several prompts will have; name: begins the messages of errors."""
-        self.check_videos(name, media)
-        images = self._open("image", self._processor.images, name, media.images)
-        videos = self._open("video", self._processor.videos, name, media.videos)
-        return Media([image.result() for image in images], [video.result() for video in videos])
+        """Return images, videos and audio that several prompts will have; name: begins the messages of errors."""
+        self.check_kinds(name, media)
+        own = self._processor
+        opening = [
+            self._open(noun, processor, name, media.of(noun))
+            for noun, processor in ((IMAGE, own.images), (VIDEO, own.videos), (AUDIO, own.audio))
+        ]
+        return Media(*([future.result() for future in futures] for futures in opening))
 
     def _open(
-        self, noun: str, processor: ImageProcessor | VideoProcessor | None, name: str, sources: Sequence[Any]
+        self,
+        noun: str,
+        processor: ImageProcessor | VideoProcessor | AudioProcessor | None,
+        name: str,
+        sources: Sequence[Any],
     ) -> list[Future[Any]]:
         """Let threads prepare what is of one kind; processor: None: there is none of it"""
         if processor is None:
@@ -144,6 +155,6 @@ class MediaInputs:
         """Raise ValueError if a text without images has placeholders. Token ids are their caller's."""
         self._processor.check_text(name, text)
 
-    def check_videos(self, name: str, media: Media) -> None:
-        """Raise ValueError for videos of a prompt whose model takes none."""
-        self._processor.check_videos(name, media.videos)
+    def check_kinds(self, name: str, media: Media) -> None:
+        """Raise ValueError for images, videos or audio of a prompt whose model takes none of these."""
+        self._processor.check_kinds(name, media)

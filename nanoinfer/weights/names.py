@@ -20,10 +20,11 @@ TOWER = (
     "merger.",
     "image_newline",
 )  # those of its tower
+EARS = "audio_tower."
 # These begin those of all its other tensors.
 OTHER_MODELS = (
     *TOWER,
-    "audio_tower.",
+    EARS,
     "embed_audio.",
     "vision_tokenizer.",
     "audio_tokenizer.",
@@ -52,13 +53,19 @@ class Names(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class OfTower:
-    """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
+    """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently.
+
+    hears: the tower is the one for audio, which is not run beside one for images
+    """
+
+    hears: bool = False
 
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the tower; None if the tensor belongs to another part."""
         known = name.removeprefix("model.")
-        if not known.startswith(TOWER):
+        if not known.startswith((*TOWER, EARS) if self.hears else TOWER):
             return None
         for spelling, ours in SPELLINGS:
             known = known.replace(spelling, ours, 1)
@@ -113,7 +120,7 @@ class Beside:
     """What a checkpoint holds beside the language model.
 
     is_multimodal: other models' tensors; the language model's have a prefix
-    has_tower: of these, the tower's are read too
+    has_tower: of these, the tower's are read too; hears: as OfTower has it
     skipped: how the names of further tensors begin that nobody reads
     may_be_bare: names may lack the "model." with which those of a model with a head begin
     spelling: that of the language model's names
@@ -124,11 +131,12 @@ class Beside:
     skipped: tuple[str, ...] = ()
     may_be_bare: bool = False
     spelling: Spelling = AS_STORED
+    hears: bool = False
 
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
         if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
-            return OfTower().known_name(name) if self.has_tower else None
+            return OfTower(self.hears).known_name(name) if self.has_tower else None
         known = self.spelling.known_name(name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name)
         if known is None or known.startswith(self.skipped):
             return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers.models.falcon.modeling_falcon as falcon
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from nanoinfer.models.alibi import alibi_slopes
 
@@ -91,10 +91,11 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     settings = case.text_settings
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
-        settings = {"text_config": settings, "vision_config": case.vision, **tied, **case.outer}
+        seeing = {"vision_config": case.vision} if case.vision else {}  # or the model hears
+        settings = {"text_config": settings, **seeing, **tied, **case.outer}
     config = AutoConfig.for_model(case.model_type, **settings)
     is_multimodal = case.vision is not None or case.model_type == "mistral4"  # which transformers lists there alone
-    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
     # transformers' own attention would add a Falcon's biases twice.
     attention = "sdpa" if case.model_type == "falcon" else "eager"
     model = auto.from_config(config, attn_implementation=attention).float().eval()

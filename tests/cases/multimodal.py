@@ -56,6 +56,14 @@ GLM_VISION = {
 }
 GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 APERTUS_VISION = {"codebook_size": 10, "embed_dim": 4, "latent_channels": 4, "base_channels": 32}
+EARS = {
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+    "max_source_positions": 50,  # a second
+}
 APERTUS_SOUND = {
     "model_type": "wavtokenizer_encoder",
     "num_filters": 2,
@@ -225,6 +233,13 @@ MULTIMODAL = {
         "mistral3",
         {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
         {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "qwen2-audio": Case(
+        "Qwen2AudioForConditionalGeneration",
+        "qwen2_audio",
+        {"model_type": "qwen2", "hidden_size": 64, "tie_word_embeddings": False},
+        {},
+        outer={"audio_config": {"model_type": "qwen2_audio_encoder", **EARS}},
     ),
     "qwen2-vl windows": Case(
         "Qwen2VLForConditionalGeneration",

@@ -17,17 +17,16 @@ from nanoinfer.media.images.opening import Opener
 from nanoinfer.media.images.placeholders import Placeholder
 from nanoinfer.media.kept import Kept
 from nanoinfer.media.pixels import (
-    COUNT,
     MASK,
     PIXEL_VALUES,
     SCALES,
     Pixels,
     PixelsOnDemand,
     PixelSource,
-    TowerInput,
     bytes_of,
     count_values,
 )
+from nanoinfer.media.prepared import Prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,13 +35,8 @@ KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 FLOAT_BYTES = 4  # of a pixel's value, once it is normalised
 TOKEN_BYTES = 8  # of a token's place in a list
-OPTIONS = (
-    "do_pan_and_scan",
-    "max_patches",
-    "max_slice_nums",
-    "max_soft_tokens",
-    "size",
-)  # that say how large an image becomes in other classes
+# These say how large an image becomes in other classes.
+OPTIONS = ("do_pan_and_scan", "max_patches", "max_slice_nums", "max_soft_tokens", "size")
 CHANNELS = 3
 FRAMES = "temporal_patch_size"  # of an image processor: a tower for videos takes an image so many times
 
@@ -67,37 +61,6 @@ class Standin:
     def num_bytes(self) -> int:
         """How much memory it takes."""
         return len(self.text) + TOKEN_BYTES * len(self.token_ids) + bytes_of(self.others)
-
-
-@dataclass(frozen=True)
-class PreparedImage:
-    """What a prompt needs to know of an image before it is queued.
-
-    key: as MediaSpan has it
-    text, token_ids, count: as Standin has them
-    pixels: what the tower takes, made when it is read
-    """
-
-    key: bytes
-    text: str
-    token_ids: list[int]
-    count: int
-    pixels: PixelsOnDemand
-
-    @property
-    def num_bytes(self) -> int:
-        """How much memory its pixels take."""
-        return bytes_of(self.pixels)
-
-    @property
-    def parts(self) -> tuple[TowerInput, ...]:
-        """Itself."""
-        return (TowerInput(self.key, self.count, self.pixels),)
-
-    @property
-    def shapes(self) -> Pixels:
-        """What its positions depend on, by transformers' names."""
-        return {name: self.pixels[name] for name in self.pixels if name not in (PIXEL_VALUES, COUNT)}
 
 
 class ImageProcessor:
@@ -132,14 +95,14 @@ class ImageProcessor:
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE, SIDE))  # an error comes now, not with the first prompt
 
-    def prepare(self, name: str, source: Any) -> PreparedImage:
+    def prepare(self, name: str, source: Any) -> Prepared:
         """Return what a prompt needs to know of an image.
 
         Its pixels are made of the source each time that they are read: then ValueError is raised if it has changed.
         name: begins the messages of errors; source: as Opener takes it, or what this has returned before
         Raises ValueError if it cannot be opened, or the processor does not take it.
         """
-        if isinstance(source, PreparedImage):
+        if isinstance(source, Prepared):
             return source
         image = np.asarray(self._opener.open(name, source))
         key, size = self._key(image), b"%d x %d" % image.shape[:2]
@@ -151,14 +114,14 @@ class ImageProcessor:
             source = bytes(source)  # which may be pickled
         own = PixelSource(name, source, key)
         pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, known.count, own, self.load)
-        return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
+        return Prepared(key, known.text, known.token_ids, known.count, pixels)
 
-    def largest(self) -> PreparedImage:
+    def largest(self) -> Prepared:
         """Return what is made of a blank image so large that of none more is made, for plans of memory."""
         size = {**_size_of(self._processor), **self._options.get("size", {})}
         return self.prepare(self._blank, _blank(*largest_size(self._processor, {**self._options, "size": size})))
 
-    def numbered(self, image: PreparedImage, number: int) -> PreparedImage:
+    def numbered(self, image: Prepared, number: int) -> Prepared:
         """Return an image with what is written before it; number: how many are before it in the prompt"""
         if self._placeholder.number is None:
             return image

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from nanoinfer.media.pixels import (
     COUNT,
+    FEATURES,
+    FRAMES,
     GRIDS,
     PIXEL_VALUES,
     SCALES,
@@ -25,14 +27,16 @@ from nanoinfer.media.pixels import (
 from nanoinfer.media.spans import Encoded
 from nanoinfer.media.tower.fewer_passes import take_fewer_passes
 from nanoinfer.media.tower.grids import derive
+from nanoinfer.media.tower.hearing import hear
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.shards import Shard, Table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NO_INPUTS = (PIXEL_VALUES, SCALES, COUNT)  # what a tower takes otherwise, or not
-OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio", "density_router")  # of transformers' model
+NO_INPUTS = (PIXEL_VALUES, FEATURES, SCALES, COUNT)  # what a tower takes otherwise, or not
+LANGUAGE_MODELS = ("language_model", "text_model")  # parts of transformers' model
+OTHER_PARTS = (*LANGUAGE_MODELS, "audio_tower", "embed_audio", "density_router")  # of one that sees
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 # Of pixels: ten images of a megapixel in 16 bits. To launch a batch takes the host up to 20 ms, whatever is in it, and
 # more beside threads that make pixels; an H100 takes 9 ms for an image of Qwen3-VL-2B.
@@ -60,7 +64,9 @@ class TransformersTower:
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.batch_bytes = batch_bytes
-        self.num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        self._hears = not hasattr(config, "vision_config")
+        of_vision = None if self._hears else config.vision_config
+        self.num_deep = len(getattr(of_vision, "deepstack_visual_indexes", ()))
         self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
         self._takes_tiles = hasattr(self._model, "vision_model")  # Idefics 3's, of all images of a prompt
@@ -79,7 +85,8 @@ class TransformersTower:
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
         tensors = {
-            OfTower().known_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()
+            OfTower(self._hears).known_name(name): tensor
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
         }
         return {name: [_shard(name, tensor)] for name, tensor in tensors.items() if name is not None}
 
@@ -118,9 +125,11 @@ class TransformersTower:
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
         if len(batch) == 1 and self._is_one_token(batch[0]):
             return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
-        inputs = self._inputs(batch)
+        inputs, counts = self._inputs(batch), list(map(count_embeddings, batch))
+        if self._hears:
+            heard = hear(self._model, inputs[PIXEL_VALUES].to(self._dtype), inputs[FRAMES])
+            return [Encoded(own[:count]) for own, count in zip(heard, counts, strict=True)]
         features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
-        counts = list(map(count_embeddings, batch))
         embeddings = _by_image(features.pooler_output, counts)
         deep = [_by_image(layer, counts) for layer in getattr(features, "deepstack_features", None) or []]
         return [
@@ -178,7 +187,7 @@ def _build(
 
     with torch.device("meta"):
         model = AutoModel.from_config(config, dtype=dtype)
-    for part in OTHER_PARTS:
+    for part in OTHER_PARTS if hasattr(config, "vision_config") else LANGUAGE_MODELS:
         if hasattr(model, part):
             setattr(model, part, None)
     stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}

@@ -133,6 +133,11 @@ def describe_paddleocr_vl(config: PretrainedConfig) -> Description:
     return _in_sections(config, _describe_text(config, llama.describe_paddleocr), [16, 24, 24], interleaved=False)
 
 
+def describe_qwen2_audio(config: PretrainedConfig) -> Description:
+    """Describe a Qwen2-Audio."""
+    return replace(_describe_text(config, _describe_any), hears=True)
+
+
 def describe_qwen2_vl(config: PretrainedConfig) -> Description:
     """Describe a Qwen2-VL or 2.5-VL model: a token has three positions, which are equal for text."""
     return _in_sections(config, _describe_text(config, qwen2.describe), [16, 24, 24], interleaved=False)

@@ -23,7 +23,8 @@ log = logging.getLogger("nanoinfer")
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
 TEXT_ONLY = "this model is run as text only; LLM(images=True) sees, or says why it cannot"
 TEXT_AND_IMAGES = (
-    "must be texts, images as {'type': 'image', 'image': ...}, and videos as {'type': 'video', 'video': [frame, ...]}"
+    "must be texts, images as {'type': 'image', 'image': ...}, videos as {'type': 'video', 'video': [frame, ...]}, and"
+    " audio as {'type': 'audio', 'audio': (array, rate)}"
 )
 MOST_SHOWN = 60  # characters of a message in an error message
 MOST_TEMPLATES = 16  # so many are remembered

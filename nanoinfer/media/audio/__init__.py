@@ -1,0 +1,1 @@
+"""Audio as users give it, what each model makes of it, and what stands for it in a prompt."""
