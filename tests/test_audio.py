@@ -13,7 +13,7 @@ import torch
 from cases.pictures import picture
 from cases.sounds import AUDIO, PROMPT, RATE, build_hearing, make_processor, sound
 from conftest import greedy
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, WhisperFeatureExtractor
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
@@ -203,3 +203,21 @@ def test_other_media_are_named(own: Checkpoint, make_llm: Callable[..., LLM]) ->
     assert (bare[0]["content"], list(media.audio)) == ([{"type": "audio"}], [(1, 2)])
     with pytest.raises(ValueError, match="must have a sound under 'audio'"):
         take_media("messages", [{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])
+
+
+def test_options_and_files_are_read(own: Checkpoint, tmp_path: Path) -> None:
+    tokenizer = own.oracle.tokenizer
+    with pytest.raises(ValueError, match=r"image_options=\{'max_pixels': 9\}: must be left out: this model hears"):
+        MediaProcessor(own.folder, own.config, tokenizer, {"max_pixels": 9})
+    for setting, message in (
+        ({"chunk_length": 2}, r"the feature extractor makes 16 x 200 numbers: must make \(16, 100\)"),
+        ({"feature_size": 80}, "the feature extractor makes 80 x 100 numbers"),
+    ):
+        other = WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 1, **setting})
+        other.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            MediaProcessor(str(tmp_path), own.config, tokenizer)
+    own.oracle.feature_extractor.save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"audio_token": "|", "brand_new": 7}')
+    with pytest.raises(ValueError, match=r"processor_config.json has brand_new=7: nothing reads it here"):
+        MediaProcessor(str(tmp_path), own.config, tokenizer)

@@ -29,8 +29,8 @@ from nanoinfer.config import Config
 from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.media import options
 from nanoinfer.media.ahead import PixelsAhead
+from nanoinfer.media.files import FILES
 from nanoinfer.media.pixels import Pixels
-from nanoinfer.media.processor import FILES
 from nanoinfer.media.spans import Encoded
 from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.weights.names import OfTower

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.checks import check_flag, short
 from nanoinfer.hub import has_tokenizer
 from nanoinfer.media.audio.processor import CLASSES as AUDIO_CLASSES
+from nanoinfer.media.files import FILES
 from nanoinfer.media.images.placeholders import BY_TORCHVISION, CLASSES
-from nanoinfer.media.images.reading import FILES
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.roll import FILE_NAMES
 from nanoinfer.weights.shards import FLOATS

@@ -1,4 +1,4 @@
-"""The processor: it makes room in prompts for the embeddings of images and videos."""
+"""The processor: it makes room in prompts for the embeddings of images, videos and audio."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 
 from nanoinfer.media.audio.processor import CLASSES as AUDIO_CLASSES
 from nanoinfer.media.audio.processor import AudioProcessor, read_extractor
+from nanoinfer.media.files import named_errors
 from nanoinfer.media.images.opening import Opener
 from nanoinfer.media.images.placeholders import CLASSES
 from nanoinfer.media.images.processor import ImageProcessor
-from nanoinfer.media.images.reading import named_errors, read_images
+from nanoinfer.media.images.reading import read_images
 from nanoinfer.media.messages import Media
 from nanoinfer.media.pixels import Pixels, PixelSource
 from nanoinfer.media.positions import MropePositions, Positions
@@ -103,9 +104,10 @@ class MediaProcessor:
         self.videos: VideoProcessor | None = None
         self.audio: AudioProcessor | None = None
         if _class_of(config) in AUDIO_CLASSES:
+            if options:
+                raise ValueError(f"image_options={options}: must be left out: this model hears, and sees no images")
             with named_errors(folder):
-                self.audio = AudioProcessor(read_extractor(folder), config, tokenizer)
-            own = self.audio
+                own = self.audio = AudioProcessor(read_extractor(folder), config, tokenizer)
             self._kinds = [Modality("audio", 3, own.text, own.token_id, own.token_id, None, own.prepare)]
         else:
             opener = Opener(image_folder)
@@ -186,7 +188,7 @@ class MediaProcessor:
             raise ValueError(f"{name} has {len(media.audio)} sounds: must have none: classes that hear are {hearing}")
 
     def check_text(self, name: str, text: str) -> None:
-        """Raise ValueError if a text without images or videos has placeholders."""
+        """Raise ValueError if a text without images, videos and audio has placeholders."""
         for kind in self._kinds:
             if count := text.count(kind.text):
                 raise ValueError(f"{name} has {count} placeholders, {kind.text!r}, and no {kind.noun}: must not")

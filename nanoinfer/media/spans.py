@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class MediaSpan:
     """Neighbouring placeholders of an image in a prompt: all that it has, or one row of it where tokens end rows.
 
-    A video is as many images as there are groups of frames for which the same tokens stand.
+    A video is as many images as there are groups of frames for which the same tokens stand; audio is one, too.
 
     key: 16 bytes, the digest of its pixels and of the settings that made them; equal images have equal keys
     start: the first of the placeholders in the prompt
@@ -32,7 +32,7 @@ class MediaSpan:
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A prompt with images or videos.
+    """A prompt with images, videos or audio.
 
     token_ids: its tokens, in which each image has its placeholders
     spans: the images' placeholders, in the order of the prompt

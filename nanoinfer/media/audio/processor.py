@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.media.audio.opening import read_audio
+from nanoinfer.media.files import check_whole
 from nanoinfer.media.pixels import FEATURES, FRAMES, PixelsOnDemand, PixelSource
 from nanoinfer.media.prepared import Prepared
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("Qwen2AudioForConditionalGeneration",)  # that hear
 EXTRACTOR = "WhisperFeatureExtractor"
+TOKENS = ("audio_token", "audio_bos_token", "audio_eos_token")  # audio_token_id in the config decides
 KEY_BYTES = 16
 FLOAT_BYTES = 4
 SILENCE = "the longest audio"
@@ -86,7 +88,8 @@ class AudioProcessor:
 
 
 def read_extractor(folder: str) -> Any:
-    """Return transformers' feature extractor of a checkpoint."""
+    """Return transformers' feature extractor of a checkpoint; raises ValueError for settings that are not known."""
     import transformers  # here, for a model that cannot hear does without
 
+    check_whole(folder, TOKENS)
     return getattr(transformers, EXTRACTOR).from_pretrained(folder)

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checks import check_settings
-from nanoinfer.hub import reason_of
+from nanoinfer.media.files import OF_IMAGES, check_whole
 from nanoinfer.media.images.placeholders import CLASSES, Placeholder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-FILES = OF_IMAGES, OF_ALL = "preprocessor_config.json", "processor_config.json"  # may say how images are processed
-PARTS = ("image_processor", "video_processor", "feature_extractor", "tokenizer", "chat_template")  # others read these
-NAMES = ("processor_class", "auto_map")
-MOST_SHOWN = 300  # characters of transformers' reason
 
 
 def read_images(folder: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Placeholder, Any]:
     """Return what stands for an image, and transformers' image processor; raises ValueError for what cannot be."""
     placeholder = CLASSES[config.architectures[0]](config, tokenizer)
     processor = _read_processor(folder, placeholder.image_processor)
-    _check_whole(Path(folder) / OF_ALL, placeholder)
+    check_whole(folder, placeholder.ignored, placeholder.fixed)
     _check_required(processor, placeholder)
     return placeholder, processor
-
-
-@contextmanager
-def named_errors(folder: str) -> Iterator[None]:
-    """Say what is wrong with a checkpoint's files, or missing."""
-    if not any((Path(folder) / name).is_file() for name in FILES):
-        raise ValueError(f"model={folder!r}: must have a {OF_IMAGES}, which says how images are processed")
-    try:
-        yield
-    except Exception as error:
-        reason = reason_of(error)[:MOST_SHOWN]
-        raise ValueError(
-            f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
-        ) from error
-
-
-def _check_whole(file: Path, placeholder: Placeholder) -> None:
-    """Raise ValueError for settings of the class's processor by which a prompt would be another."""
-    said = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    check_settings(str(file), said, (*PARTS, *NAMES, *placeholder.ignored), placeholder.fixed)
 
 
 def _check_required(image_processor: Any, placeholder: Placeholder) -> None:
