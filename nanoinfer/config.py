@@ -116,7 +116,7 @@ class Config:
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
         {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. For videos, "fps" is how many of their frames are seen
         in a second, and "videos_kwargs" has "max_pixels" and "min_pixels" of their own. None: as its files say
-    image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
+    image_folder: images and audio may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number

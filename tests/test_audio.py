@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, WhisperFeatureExtractor
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
 from nanoinfer.media.audio.opening import read_audio
+from nanoinfer.media.images.opening import Opener
 from nanoinfer.media.messages import take_media
 from nanoinfer.media.processor import MediaProcessor
 from nanoinfer.media.tower.tower import TransformersTower
@@ -170,7 +172,9 @@ def test_the_longest_sound_is_known(own: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a.wav", "is 'a.wav': must be a pair"),
+        ("a.wav", "is 'a.wav': no file is read unless image_folder names the folder"),
+        ("http://host/a.wav", "nothing is fetched; must be a pair"),
+        (3, "is 3: must be a pair .*; or a path, or the bytes of a file"),
         (sound(5000), "must be a pair"),
         ((sound(5000), 8000), "has 8000 samples a second: must have 16000; resample it"),
         ((sound(5000), True), "has True samples a second"),
@@ -183,7 +187,31 @@ def test_the_longest_sound_is_known(own: Checkpoint) -> None:
 )
 def test_what_is_no_audio_is_named(source: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"sound .*{message}"):
-        read_audio("sound", source, RATE)
+        read_audio("sound", source, RATE, Opener())
+
+
+def test_files_are_read_by_soundfile(own: Checkpoint, tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    one, file = sound(5000), tmp_path / "a.wav"
+    soundfile.write(file, np.stack([one + 0.1, one - 0.1], axis=1), RATE, subtype="FLOAT")
+    for source in ("a.wav", file, f"file://{file}", file.read_bytes()):
+        assert np.allclose(read_audio("sound", source, RATE, Opener(tmp_path)), one, atol=1e-6)
+    processor = MediaProcessor(own.folder, own.config, own.oracle.tokenizer, image_folder=tmp_path)
+    (pixels,) = processor.prepare("prompt", PROMPT, audio=["a.wav"]).pixels
+    wanted = own.processor.prepare("prompt", PROMPT, audio=[(one, RATE)]).pixels[0]
+    torch.testing.assert_close(pixels["input_features"], wanted["input_features"], atol=1e-4, rtol=1e-4)
+    soundfile.write(file, one, 8000)
+    with pytest.raises(ValueError, match="sound has 8000 samples a second: must have 16000"):
+        read_audio("sound", "a.wav", RATE, Opener(tmp_path))
+    for source in (b"no sound", "a.wav\0"):
+        with pytest.raises(ValueError, match="sound cannot be read as audio"):
+            read_audio("sound", source, RATE, Opener(tmp_path))
+
+
+def test_files_need_soundfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(ValueError, match=r"sound is a file: soundfile reads these: pip install 'nanoinfer\[audio\]'"):
+        read_audio("sound", b"RIFF", RATE, Opener())
 
 
 @pytest.mark.parametrize("samples", [320, 16001])
@@ -201,8 +229,10 @@ def test_other_media_are_named(own: Checkpoint, make_llm: Callable[..., LLM]) ->
         llm.generate([{"prompt": "Hear", "multi_modal_data": {"audio": [(sound(5000), RATE)]}}])
     bare, media = take_media("messages", [{"role": "user", "content": [{"audio": (1, 2)}]}])
     assert (bare[0]["content"], list(media.audio)) == ([{"type": "audio"}], [(1, 2)])
+    _, media = take_media("messages", [{"role": "user", "content": [{"type": "audio", "path": "a.wav"}]}])
+    assert list(media.audio) == ["a.wav"]
     with pytest.raises(ValueError, match="must have a sound under 'audio'"):
-        take_media("messages", [{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])
+        take_media("messages", [{"role": "user", "content": [{"type": "audio"}]}])
 
 
 def test_options_and_files_are_read(own: Checkpoint, tmp_path: Path) -> None:

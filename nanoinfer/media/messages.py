@@ -15,7 +15,7 @@ SOURCES = {
     "image_pil": ("image_pil",),
     VIDEO: (VIDEO, "url", "path"),
     "video_url": ("video_url",),
-    AUDIO: (AUDIO,),
+    AUDIO: (AUDIO, "url", "path"),
 }
 """Maps a kind of part to the keys that may hold what it is of: transformers', OpenAI's, vLLM's."""
 BARE = {kind: {"type": kind} for kind in (IMAGE, VIDEO, AUDIO)}  # parts of which the image, video or audio was taken

@@ -103,14 +103,14 @@ class MediaProcessor:
         self.images: ImageProcessor | None = None
         self.videos: VideoProcessor | None = None
         self.audio: AudioProcessor | None = None
+        opener = Opener(image_folder)
         if _class_of(config) in AUDIO_CLASSES:
             if options:
                 raise ValueError(f"image_options={options}: must be left out: this model hears, and sees no images")
             with named_errors(folder):
-                own = self.audio = AudioProcessor(read_extractor(folder), config, tokenizer)
+                own = self.audio = AudioProcessor(read_extractor(folder), config, tokenizer, opener)
             self._kinds = [Modality("audio", 3, own.text, own.token_id, own.token_id, None, own.prepare)]
         else:
-            opener = Opener(image_folder)
             self._kinds = self._see(folder, config, options or {}, opener, most_images, most_videos)
         self._splitter = re.compile("|".join(re.escape(kind.text) for kind in self._kinds))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.media.audio.opening import read_audio
 from nanoinfer.media.files import check_whole
+from nanoinfer.media.images.opening import Opener
 from nanoinfer.media.pixels import FEATURES, FRAMES, PixelsOnDemand, PixelSource
 from nanoinfer.media.prepared import Prepared
 
@@ -33,9 +34,11 @@ class AudioProcessor:
     Raises ValueError if the extractor makes other features than the tower takes.
     """
 
-    def __init__(self, extractor: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """extractor: transformers' feature extractor of the checkpoint."""
-        self._extractor = extractor
+    def __init__(
+        self, extractor: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, opener: Opener
+    ) -> None:
+        """extractor: transformers' feature extractor of the checkpoint; opener: finds files."""
+        self._extractor, self._opener = extractor, opener
         self.token_id: int = config.audio_token_id
         self.text = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._settings = extractor.to_json_string().encode()
@@ -54,7 +57,7 @@ class AudioProcessor:
         if isinstance(source, Prepared):
             return source
         own = self._extractor
-        samples = read_audio(name, source, own.sampling_rate)
+        samples = read_audio(name, source, own.sampling_rate, self._opener)
         if not 2 * own.hop_length < len(samples) <= own.n_samples:
             room = f"{2 * own.hop_length + 1} to {own.n_samples}, {own.n_samples / own.sampling_rate:g} seconds"
             raise ValueError(f"{name} has {len(samples)} samples: must have {room}")
@@ -62,7 +65,7 @@ class AudioProcessor:
         count = ((frames - 1) // 2 - 1) // 2 + 1  # a convolution of stride 2, and means of two
         key = self._key(samples)
         num_bytes = FLOAT_BYTES * own.feature_size * own.nb_max_frames
-        made = PixelSource(name, source, key)
+        made = PixelSource(name, bytes(source) if isinstance(source, memoryview) else source, key)
         pixels = PixelsOnDemand({FRAMES: torch.tensor([frames])}, num_bytes, None, count, made, self.load, FEATURES)
         return Prepared(key, self.text * count, [self.token_id] * count, count, pixels)
 
@@ -74,7 +77,7 @@ class AudioProcessor:
     def load(self, source: PixelSource) -> Tensor:
         """Return the features, [1, bins, frames], of audio that was prepared before, here or in another process."""
         rate = self._extractor.sampling_rate
-        samples = read_audio(source.name, source.given, rate)
+        samples = read_audio(source.name, source.given, rate, self._opener)
         if self._key(samples) != source.key:
             raise ValueError(f"{source.name} has changed since it was first read: must not before its prompt begins")
         made: Tensor = self._extractor(samples, sampling_rate=rate, return_tensors="pt", padding="max_length")[FEATURES]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FILE, DATA = "file://", "data:"
 A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array of uint8, [height, width, 3]"
+AN_IMAGE = "an image"
 CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
 RGB = "RGB"
@@ -84,25 +85,28 @@ class Opener:
         if isinstance(source, str) and source.startswith(DATA):
             return BytesIO(_decode_url(name, source))
         if isinstance(source, (str, Path)):
-            return self._find_file(name, str(source))
+            return self.find_file(name, str(source))
         raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: must be {A_SOURCE}")
 
-    def _find_file(self, name: str, source: str) -> Path:
-        """Return the file of a path or a file: URL; raises ValueError if it is not in the folder."""
+    def find_file(self, name: str, source: str, what: str = AN_IMAGE, known: str = A_SOURCE) -> Path:
+        """Return the file of a path or a file: URL; raises ValueError if it is not in the folder.
+
+        what, known: what it shall be, and all that it may be, for the message
+        """
         path = source.removeprefix(FILE)
         if "://" in path:
-            raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: nothing is fetched; must be {A_SOURCE}")
+            raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: nothing is fetched; must be {known}")
         if self._folder is None:
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: no file is read unless image_folder names the folder of images"
             )
-        with _named_errors(name):  # a NUL in it, a circle of links
+        with _unreadable(name, what):  # a NUL in it, a circle of links
             file = (self._folder / (path if path == source else unquote(path))).resolve()
         if not file.is_relative_to(self._folder):
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: must be in image_folder={str(self._folder)!r}, links followed"
             )
-        with _named_errors(name):  # a name that is too long
+        with _unreadable(name, what):  # a name that is too long
             is_file = file.is_file()
         if not is_file:  # to open a pipe would wait for whoever writes into it
             raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: no such file in {str(self._folder)!r}")
@@ -143,13 +147,20 @@ def _named_errors(name: str) -> Iterator[None]:
     """PIL raises anything for what does not decode."""
     from PIL import UnidentifiedImageError
 
+    with _unreadable(name, AN_IMAGE):
+        try:
+            yield
+        except UnidentifiedImageError as error:
+            raise ValueError(f"must be a file of {', '.join(FORMATS)}") from error
+
+
+@contextmanager
+def _unreadable(name: str, what: str) -> Iterator[None]:
+    """Say what cannot be read, and as what, whatever is raised."""
     try:
         yield
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{name} cannot be read as an image: must be a file of {', '.join(FORMATS)}") from error
     except Exception as error:
-        reason = str(error) or repr(error)
-        raise ValueError(f"{name} cannot be read as an image: {reason}") from error
+        raise ValueError(f"{name} cannot be read as {what}: {str(error) or repr(error)}") from error
 
 
 def _check_array(name: str, array: np.ndarray) -> np.ndarray:
