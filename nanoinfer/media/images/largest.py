@@ -28,7 +28,7 @@ def largest_size(processor: Any, options: Mapping[str, Any]) -> tuple[int, int]:
     if setting("crop_to_patches"):
         return _fill(max(setting("max_patches"), setting("dense_max_patches") or 0), size["height"])
     if grids := setting("image_grid_pinpoints"):
-        return max(map(tuple, grids), key=prod)
+        return max(map(tuple, grids), key=prod)  # the most tiles; of fewer, up to a fifth more tokens may be left
     if most := setting("max_slice_nums"):
         return _largest_in_slices(processor, most)
     if setting("tile_size"):
