@@ -284,9 +284,10 @@ class Config:
         if cast("int | None", self.kvcache_block_size) is None:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head
-        has = any(model.sinks for model in self.models), any(model.alibi for model in self.models)
+        has = any(any(model.sinks) for model in self.models), any(model.alibi for model in self.models)
         latents = any(model.latent is not None for model in self.models)
-        wishes = self.kv_cache_dtype == "fp8", *has, self.is_in_order, latents
+        other_values = any(model.has_other_values for model in self.models)
+        wishes = self.kv_cache_dtype == "fp8", *has, self.is_in_order, latents, other_values
         self.attention_backend = choose_backend(self.attention_backend, self.device, *shape, *wishes)
         self.fits_memory = self.num_kvcache_blocks is None
         self._check_max_model_len()

@@ -62,7 +62,7 @@ def test_cudnn_equals_the_reference(head_dim: int, heads: tuple[int, int], is_ca
     tokens = 2048 if is_causal else 4096
     whole = randn(2048, heads[0] + 2, head_dim, dtype=dtype)
     q, k, v = whole[:, : heads[0]], *(randn(tokens, heads[1], head_dim, dtype=dtype) for _ in range(2))
-    assert can_attend(q, heads[1], None, None)
+    assert can_attend(q, v[None], None, None)
     out, log_total = attend(q, k, v, 0.1, is_causal)
     expected, expected_total = attend_reference(q.float(), k, v, 0.1, is_causal)
     assert_close(out, expected)

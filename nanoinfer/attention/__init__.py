@@ -55,6 +55,7 @@ def choose_backend(
     has_slopes: bool = False,
     in_order: bool = False,
     has_latents: bool = False,
+    has_other_values: bool = False,
 ) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
@@ -62,6 +63,7 @@ def choose_backend(
     has_sinks, has_slopes: whether some layer's heads have sinks, or the slopes of ALiBi (Scoring)
     in_order: whether it must add up in one order on CUDA, for deterministic=True
     has_latents: whether some layer's keys and values are made of latents
+    has_other_values: whether some layer's values have another size than its keys
     Raises ValueError, with the reason, if the named backend cannot run, or the GPU cannot keep such a cache.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
@@ -76,7 +78,8 @@ def choose_backend(
         )
     problem = None
     if name == "flash_attn":
-        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks, has_slopes, has_latents)
+        has = has_sinks, has_slopes, has_latents, has_other_values
+        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, *has)
     elif name == "triton":
         problem = _triton_problem(device)
     if problem:
@@ -134,6 +137,7 @@ def _flash_attn_problem(
     has_sinks: bool,
     has_slopes: bool,
     has_latents: bool,
+    has_other_values: bool,
 ) -> str | None:
     if has_sinks:
         return "cannot attend with the sinks of this model's heads; 'triton' and 'torch' can"
@@ -141,6 +145,8 @@ def _flash_attn_problem(
         return "cannot attend with the slopes of this model's heads (ALiBi); 'triton' and 'torch' can"
     if has_latents:
         return "cannot attend to latents, which this model has for keys and values; 'triton' and 'torch' can"
+    if has_other_values:
+        return "cannot attend to values of another size than keys, as this model has them; 'triton' and 'torch' can"
     if device != "cuda":
         return f"needs device='cuda', not {device!r}"
     if importlib.util.find_spec("flash_attn") is None:

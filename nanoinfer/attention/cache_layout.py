@@ -21,24 +21,32 @@ ENCODER_NUMBERS = 1 << 29  # of the widest activations that an encoder's step ha
 class Pages:
     """What a layer of attention remembers: the keys and values of `kv_heads` heads, of each token that it still sees.
 
+    head_dim: numbers in a head's key
     window: a query sees so many tokens, its own the last; None: all
     latent: so many numbers, the first of a key, are its value, too (DeepSeek-V2, 2024); None: values have their own
+    value_dim: numbers in a head's value, if not as many as in its key (MiMo-V2, 2025)
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
     latent: int | None = None
-
-    @property
-    def numbers(self) -> int:
-        """In the keys of a token; values that have their own numbers have as many."""
-        return self.kv_heads * self.head_dim
+    value_dim: int | None = None
 
     @property
     def count(self) -> int:
-        """How many pages a layer has in a block: one of keys, and one of values unless these are in the keys."""
-        return 2 if self.latent is None else 1
+        """How many pages a layer has in a block: one of keys, and one of values if these have as many numbers."""
+        return 2 if self.latent is None and self.value_dim is None else 1
+
+    @property
+    def side_by_side(self) -> int:
+        """How many numbers of a head a page has for a token: values of another size lie behind their keys."""
+        return self.head_dim + (self.value_dim or 0)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a page has for a token."""
+        return self.kv_heads * self.side_by_side
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,8 @@ class CacheGroup:
 class CacheLayout:
     """How the layers' pages fill blocks. A block holds pages of one group, and all blocks have the same bytes.
 
-    A page holds the keys or the values of one layer, for all tokens of a block. A block is cut into slices of equal
-    bytes, and a slice into whole pages. So the first slices of all blocks are side by side in memory, and so on.
+    A page holds the keys of one layer, its values, or both, for all tokens of a block. A block is cut into slices of
+    equal bytes, and a slice into whole pages. So the first slices of all blocks are side by side in memory, and so on.
 
     groups: those that see all tokens come first; behind them those that only layers of a draft model have. An encoder
         has none, and no block

@@ -34,7 +34,8 @@ class InOrderBackend:
     def check(
         self,
         q: Tensor,
-        kv_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
@@ -43,10 +44,10 @@ class InOrderBackend:
         """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
 
         q: [tokens, heads, head_dim], of a prompt's last tokens
-        kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read, by layers of this window
+        k_cache, v_cache: as for prefill_in_order; their first block is read, by layers of this window
         sinks, slopes: [heads] float32, of such a layer; None: it has none
         """
-        (tokens, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
+        tokens, _, head_dim = q.shape
         blocks = -(-CHECKED_KEYS // k_cache.shape[1])
         tables = torch.zeros(tokens, blocks, dtype=torch.int32, device=q.device)
         longest = blocks * k_cache.shape[1]

@@ -15,7 +15,7 @@ MOST_TIMES_LARGER = 24  # a prefix than its least size, so that blocks waste lit
 
 
 class LayerKind(NamedTuple):
-    """Layers that remember alike: how many pages they have in a block, and the numbers in the keys of a token."""
+    """Layers that remember alike: how many pages they have in a block, and the numbers of a token in a page."""
 
     num_pages: int
     numbers: int
@@ -24,7 +24,7 @@ class LayerKind(NamedTuple):
 class BlockLayout(NamedTuple):
     """The tokens of a block of each kind, and of a prefix, which each kind's blocks divide.
 
-    A block is cut into slices, and each slice into whole pages of one kind: keys or values of a layer.
+    A block is cut into slices, and each slice into whole pages of one kind: keys of a layer, values, or both.
     """
 
     waste: float  # the share of a block that stays empty, of the kind where it is the largest

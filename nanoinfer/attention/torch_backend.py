@@ -26,7 +26,8 @@ class TorchBackend:
         for own, group in zip(context.groups, self.layout.groups, strict=False):  # further ones are a draft model's
             are_neighbours = self.layout.pages_of_a_slice(group) == 1
             lens = context.context_lens
-            sizes = group.block_size, group.window, are_neighbours, group.pages.numbers
+            key_numbers = group.pages.kv_heads * group.pages.head_dim
+            sizes = group.block_size, group.window, are_neighbours, key_numbers
             own.plan = plan_runs(own.block_tables, lens, *sizes)
 
     def prefill(

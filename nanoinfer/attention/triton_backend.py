@@ -73,7 +73,7 @@ class TritonBackend:
             ends=ends,
             slopes=scoring.slopes,
         )
-        how = k_cache.shape[2], scoring.window, scoring.softcap, scoring.slopes
+        how = v_cache, scoring.window, scoring.softcap, scoring.slopes
         if divided is None or ends is not None or not can_attend(q, *how):
             return attend(tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens))
         assert group.divided_tables is not None

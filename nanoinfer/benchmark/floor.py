@@ -133,8 +133,8 @@ def _numbers_read(work: Workload, model: Description, num_steps: int) -> int:
             keys += num_steps * work.prefixes * work.prefix_len + sum(
                 n * out for n, out in zip(shared, decoded, strict=True)
             )
-        numbers += keys * heads.count * heads.dim
-    return numbers if model.latent is not None else 2 * numbers
+        numbers += keys * heads.count * (heads.dim if model.latent is not None else heads.dim + heads.value_size)
+    return numbers
 
 
 def _pairs(work: Workload, model: Description) -> float:
@@ -144,7 +144,7 @@ def _pairs(work: Workload, model: Description) -> float:
     """
     latent = model.latent
     areas = (
-        (2 * heads.dim if latent is None else latent.plain + latent.turning + latent.value)
+        (heads.dim + heads.value_size if latent is None else latent.plain + latent.turning + latent.value)
         * (
             _area(work.prefix_len, window) * (work.prefixes - len(work.prompts))
             + sum(_area(len(prompt), window) for prompt in work.prompts)
@@ -173,8 +173,7 @@ def _layer_weights(model: Description) -> Counter[Format]:
     All matrices of a branch count as of the last one's format.
     """
     names, experts, inputs = model.names, model.experts, model.layer_inputs
-    parts = _mlp_matrices(model)
-    of_queries = (3 if model.output_gate else 2) * model.num_heads
+    parts, gates = _mlp_matrices(model), int(model.output_gate)
     attending = iter(model.attending)
     counts: Counter[Format] = Counter()
 
@@ -189,7 +188,9 @@ def _layer_weights(model: Description) -> Counter[Format]:
             counts[PLAIN] += model.latent.made_weights
         elif mixer is None or isinstance(mixer, BesideAttention):
             heads = next(attending)
-            add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
+            keys = model.num_heads * (1 + gates) + heads.count * ("k" in heads.parts)
+            values = model.num_heads + heads.count * ("v" in heads.parts)
+            add(prefix + names.o, keys * heads.dim + values * heads.value_size)
         if mixer is not None and not isinstance(mixer, NoMixer):
             add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
         add(prefix + names.down, parts * mlp_size)

@@ -37,6 +37,7 @@ class Attention(nn.Module):
         value_norm: bool = False,
         sinks: tuple[str, ...] = ("sinks",),
         norm_last: bool = False,
+        value_scale: float = 1.0,
     ) -> None:
         """Store the layer's settings.
 
@@ -46,7 +47,8 @@ class Attention(nn.Module):
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
         norms: the norm of the queries, and that of the keys unless another layer writes these; None: the model has none
         full_norms: given if each norm goes over all heads of a token at once
-        parts, value_norm, norm_last: as for norm_rotate_store; sinks: the names that those of `scoring` may have
+        parts, value_norm, norm_last, value_scale: as for norm_rotate_store
+        sinks: the names that those of `scoring` may have
         """
         super().__init__()
         self.name, self.tp = name, tp
@@ -60,12 +62,13 @@ class Attention(nn.Module):
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None or norms[1] is None else norms[1].norm
         self.parts, self.value_norm, self.norm_last = parts, value_norm, norm_last
-        self.sink_names = sinks
+        self.value_scale, self.sink_names = value_scale, sinks
 
-    def forward(self, qkv: Tensor, context: Context) -> Tensor:
+    def forward(self, qkv: Tensor, context: Context, values: Tensor | None = None) -> Tensor:
         """Attend from a step's tokens.
 
-        qkv: [tokens, the heads of `parts`, head_dim]; returns [tokens, heads, head_dim]
+        qkv: [tokens, the heads of `parts`, head_dim]; values: as for norm_rotate_store
+        Returns [tokens, heads, numbers of a value].
         """
         k_cache, v_cache = context.layers[self.layer]
         group, rotary = context.groups[self.group], self.rotary
@@ -86,6 +89,8 @@ class Attention(nn.Module):
             self.value_norm,
             None if rotary is None else rotary.sections,
             self.norm_last,
+            values,
+            self.value_scale,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
         return attend(q, k_cache, v_cache, context, group, self.scoring)

@@ -86,6 +86,7 @@ FAMILIES = {
     "LlavaOnevisionForConditionalGeneration": "multimodal.describe_llava_onevision",
     "LongcatFlashForCausalLM": "latent.longcat_flash.describe",
     "MellumForCausalLM": "qwen3.describe_mellum",
+    "MiMoV2FlashForCausalLM": "mixtures.mimo_v2.describe",
     "MiniCPM3ForCausalLM": "latent.minicpm3.describe",
     "MiniCPMV4_6ForConditionalGeneration": "multimodal.describe_minicpmv",
     "MiniMaxM2ForCausalLM": "mixtures.minimax_m2.describe",

@@ -41,7 +41,6 @@ LACKING = {
     "GlmMoeDsaForCausalLM": "sparse indexers",
     "JambaForCausalLM": "Mamba's first version",
     "KimiLinearForCausalLM": "Kimi Delta Attention",
-    "MiMoV2FlashForCausalLM": "values that are smaller than keys",
     "Zamba2ForCausalLM": "layers that share their weights",
 }
 """Relatives of classes here, with latent attention or Mamba2, and what they have that nanoinfer lacks."""

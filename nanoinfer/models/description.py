@@ -199,6 +199,7 @@ class Description:
         queries, the key and the value; "quarters": for each quarter of the heads its queries, values and keys
     qkv_limit: queries, keys and values are clamped to this, and to its negative; None: they are not
     value_norm: each head of the values is normalised, too, without weights
+    value_scale: factor of the values
     activation: the function of the MLP's gate, see kernels.linear.activation
     is_gated: MLPs and experts have gates; without them they are down(activation(up(x)))
     attention_scale: factor of a query's product with a key
@@ -210,7 +211,8 @@ class Description:
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention, or beside it; None: attention alone
     has_one_branch: a layer has its mixer alone, or where it has none, its MLP
-    sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
+    sinks: for each layer, whether each query head has a learned score beside those of its keys, for no value, see
+        attention.context.Scoring; empty: in no layer
     alibi: the slopes of ALiBi's bias, one for each query head, see attention.context.Scoring; empty: the model has none
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     head_bias: the output projection has a bias
@@ -267,7 +269,8 @@ class Description:
     qkv_layout: Layout = "stacked"
     qkv_limit: float | None = None
     value_norm: bool = False
-    sinks: bool = False
+    value_scale: float = 1.0
+    sinks: tuple[bool, ...] = ()
     alibi: tuple[float, ...] = ()
     output_gate: bool = False
     qkv_bias: bool = False
@@ -372,7 +375,12 @@ class Description:
     @property
     def largest_head(self) -> int:
         """The numbers in a head, in the layer where they are the most."""
-        return max(heads.dim for heads in self.attending)
+        return max(max(heads.dim, heads.value_size) for heads in self.attending)
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether some layer's values have another size than its keys."""
+        return any(heads.value_dim is not None for heads in self.attending)
 
     def latent_heads(self, ranks: int) -> int | None:
         """Return how many query heads see one latent, on one of so many ranks; None: no layer has latents."""
@@ -388,7 +396,7 @@ class Description:
             if heads.source is not None or self.is_encoder:
                 return None
             latent = None if self.latent is None else self.latent.latent
-            pages = Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer], latent)
+            pages = Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer], latent, heads.value_dim)
             return pages if mixer is None else (pages, mixer.state(ranks))
 
         return [of(layer) for layer in range(self.num_layers)]
@@ -432,7 +440,9 @@ class Description:
     def widest(self) -> int:
         """The most features of a token that ranks gather at once, if they split outputs."""
         is_full = self.qk_norm == "full"
-        heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
+        heads = max(
+            (self.num_heads + 2 * heads.count * is_full) * max(heads.dim, heads.value_size) for heads in self.attending
+        )
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
         return max(heads, most_used, *self.mlp_sizes, *self.intermediate_sizes.values())
 

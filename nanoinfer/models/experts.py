@@ -51,14 +51,14 @@ def read_corrected_experts(
     config: PretrainedConfig,
     layers: tuple[bool, ...],
     count_field: str = "n_routed_experts",
-    shared_field: str = "n_shared_experts",
+    shared_field: str | None = "n_shared_experts",
     scale_field: str = "routed_scaling_factor",
     normalised: bool | None = None,
 ) -> MoEConfig | None:
     """Read experts that are chosen as in DeepSeek-V3 (DeepSeek-AI, 2024); returns None if no layer has any.
 
     layers, count_field, normalised: as for read_experts
-    shared_field: the setting with the number of experts that every token uses
+    shared_field: the setting with the number of experts that every token uses; None: there are none
     scale_field: the setting with the factor of the weights
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
@@ -75,7 +75,7 @@ def read_shared_experts(
     layers: tuple[bool, ...],
     normalised: bool | None = None,
     count_field: str = "n_routed_experts",
-    shared_field: str = "n_shared_experts",
+    shared_field: str | None = "n_shared_experts",
     scale_field: str = "routed_scaling_factor",
 ) -> MoEConfig | None:
     """Read experts beside those that every token uses; arguments and errors: as for read_corrected_experts."""
@@ -84,7 +84,8 @@ def read_shared_experts(
         return None
     scale = positive(scale_field, getattr(config, scale_field))
     routing = replace(experts.routing, scale=float(scale))
-    return replace(experts, routing=routing, shared_size=experts.size * size_of(config, shared_field))
+    shared = None if shared_field is None else experts.size * size_of(config, shared_field)
+    return replace(experts, routing=routing, shared_size=shared)
 
 
 def read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:

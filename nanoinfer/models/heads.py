@@ -20,15 +20,22 @@ class KVHeads:
     """The heads of keys and values in a layer of attention.
 
     count: of the keys, and of the values
-    dim: the numbers in a head; queries have as many
+    dim: the numbers in a head of the keys; queries have as many
     values_are_keys: values are the keys before norm and rotation, as in Gemma 4; else they have their own projection
     source: the layer whose keys and values this layer reads; None: it has its own
+    value_dim: the numbers in a head of the values, if not as many, as in MiMo-V2
     """
 
     count: int
     dim: int
     values_are_keys: bool = False
     source: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        """The numbers in a head of the values."""
+        return self.value_dim or self.dim
 
     @property
     def parts(self) -> Parts:

@@ -77,7 +77,7 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
         fault = "the CPU computes states in another way for another number of heads"
     elif model.latent is not None:
         fault = "the CPU makes keys of latents in another way for another number of heads"
-    elif on_cpu and model.sinks:
+    elif on_cpu and any(model.sinks):
         fault = "the CPU computes sinks in another way for another number of heads"
     elif on_cpu and model.alibi:
         fault = "the CPU computes ALiBi in another way for another number of heads"
@@ -120,6 +120,8 @@ def _outputs(model: Description) -> list[tuple[str, int]]:
     for heads in dict.fromkeys(model.attending):
         outputs.append(("num_attention_heads * head_dim", model.num_heads * heads.dim))
         outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
+        if heads.value_dim is not None:
+            outputs.append(("num_key_value_heads * v_head_dim", heads.count * heads.value_dim))
     if model.layer_inputs is not None:
         outputs.append(("hidden_size_per_layer_input", model.layer_inputs.size))
     return outputs

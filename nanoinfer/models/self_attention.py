@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         prefix, heads = model.names.prefix(layer), model.kv_heads[layer]
-        self.head_dim = heads.dim
+        self.head_dim, self.value_dim = heads.dim, heads.value_dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.limit = model.qkv_limit
         self.head_norms = _head_norms(model, heads, prefix, tp)
@@ -47,10 +47,13 @@ class SelfAttention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(
             _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
         )
+        self.value_numbers = 0  # of a token, on this rank, where they are not as many as the keys'
+        if heads.value_dim is not None:
+            self.value_numbers = len(share_of(heads.count * heads.value_dim, tp.rank, tp.size, heads.value_dim))
         self.attention = attention
         self.o_proj = RowParallelLinear(
             prefix + model.names.o,
-            model.num_heads * heads.dim,
+            model.num_heads * heads.value_size,
             model.hidden_size,
             tp,
             model.o_bias,
@@ -62,6 +65,10 @@ class SelfAttention(nn.Module):
         projected, residual = self.qkv_proj(x, residual, joint, adapters=context.adapters)
         if self.limit is not None:
             projected.clamp_(-self.limit, self.limit)
+        values: tuple[Tensor, ...] = ()
+        if self.value_dim is not None:
+            projected, own = projected.tensor_split([-self.value_numbers], dim=-1)
+            values = (own.unflatten(-1, (-1, self.value_dim)),)
         qkv = projected.unflatten(-1, (-1, self.head_dim))
         if self.head_norms is not None:
             qkv = self.head_norms(qkv)
@@ -69,7 +76,7 @@ class SelfAttention(nn.Module):
             qkv, gates = qkv.tensor_split([-self.gates], dim=1)
             heads = gate_heads(self.attention(qkv, context), gates)
         else:
-            heads = self.attention(qkv, context).flatten(1)
+            heads = self.attention(qkv, context, *values).flatten(1)
         return self.o_proj(heads, adapters=context.adapters), residual
 
     def shards(self) -> Iterator[Shard]:
@@ -105,6 +112,7 @@ def over_cache(
         model.value_norm,
         model.names.sinks,
         norm_last=model.qk_norm == "rotated",
+        value_scale=model.value_scale,
     )
 
 
@@ -128,7 +136,7 @@ def scoring_of(model: Description, layer: int, tp: TensorParallel) -> Scoring:
         model.windows[layer],
         model.score_cap,
         torch.ones(2, dtype=torch.float32),
-        torch.empty(len(heads), dtype=torch.float32) if model.sinks else None,
+        torch.empty(len(heads), dtype=torch.float32) if model.sinks and model.sinks[layer] else None,
         torch.tensor(slopes, dtype=torch.float32) if slopes else None,
         whole_images=bool(model.whole_images) and model.whole_images[layer],
     )
@@ -144,6 +152,10 @@ def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projec
     if model.qkv_layout == "quarters":
         q, v, k = unit_by_unit(names[0], 4, (model.num_heads // 4 * dim,) * 3)
         return [q, k, v]
+    if heads.value_dim is not None:
+        assert len(names) == 3
+        assert not model.output_gate
+        return [*side_by_side(names[:2], units[:2], dim), *side_by_side(names[2:], units[2:], heads.value_dim)]
     if not model.output_gate:
         return side_by_side(names, units, dim)
     if model.names.output_gate is not None:

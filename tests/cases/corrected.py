@@ -11,6 +11,7 @@ HY = {**FEW, "num_experts": 6, "num_shared_experts": 1}
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}
 MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3}
 KOLIBRI = {**FEW, "num_experts": 6, "shared_expert_intermediate_size": 40}
+MIMO = {**GLM, "head_dim": 24, "v_head_dim": 16}
 ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
 LFM2 = {
     **FEW,
@@ -142,6 +143,27 @@ CORRECTED = {
             "n_group": 2,  # the class has no groups, whatever a config says
             "topk_group": 1,
             "rope_parameters": YARN,
+        },
+    ),
+    "mimo-v2": Case("MiMoV2FlashForCausalLM", "mimo_v2_flash", {**MIMO, **WINDOWS}),
+    "mimo-v2 other sizes, groups, biases, stretched rotation": Case(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        {
+            **GLM,
+            **GROUPS,
+            **WINDOWS,
+            "head_dim": 20,
+            "v_head_dim": 26,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "mlp_layer_types": ["sparse", "dense"] * 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     "kolibri windows in all layers, weights that add up": Case(

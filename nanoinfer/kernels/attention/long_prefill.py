@@ -30,15 +30,18 @@ def is_faster(device: torch.device) -> bool:
 
 
 def can_attend(
-    q: Tensor, kv_heads: int, window: int | None, softcap: float | None, slopes: Tensor | None = None
+    q: Tensor, v_cache: Tensor, window: int | None, softcap: float | None, slopes: Tensor | None = None
 ) -> bool:
-    """Return whether cuDNN can attend from these queries, and faster; torch passes it no window, cap or slopes."""
+    """Return whether cuDNN can attend from these queries, and faster; torch passes it no window, cap or slopes.
+
+    v_cache: [blocks, block_size, kv_heads, numbers of a value]
+    """
     if any(part is not None for part in (window, softcap, slopes)) or not is_faster(q.device):
         return False
     if q.device.type != "cuda":
         return True
-    _, heads, head_dim = q.shape
-    is_known = q.dtype != torch.float32 and head_dim in HEAD_DIMS
+    (_, heads, head_dim), (kv_heads, value_dim) = q.shape, v_cache.shape[2:]
+    is_known = q.dtype != torch.float32 and head_dim in HEAD_DIMS and value_dim == head_dim
     return is_known and _has_plan(q.device, q.dtype, heads, kv_heads, head_dim)
 
 
@@ -67,7 +70,7 @@ def attend_from(
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from the queries of a stretch; returns [tokens of the stretch, heads, head_dim].
+    """Attend causally from the queries of a stretch; returns [tokens of the stretch, heads, numbers of a value].
 
     q: [tokens, heads, head_dim], the packed queries; the other tensors are as for paged_prefill_reference
 
@@ -102,9 +105,9 @@ def _gather(cache: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend, and return the result, [queries, heads, head_dim], and the logarithms of the weights' sums.
+    """Attend, and return the result, [queries, heads, numbers of a value], and the logarithms of the weights' sums.
 
-    q: [queries, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]
+    q: [queries, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], values may have another size in torch
     is_causal: query i sees the tokens up to i, instead of all
 
     Returns the logarithms as [heads, queries] float32.

@@ -50,7 +50,8 @@ def paged_decode_reference(
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
     q: [rows, heads, head_dim]; heads is a multiple of kv_heads
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; values may be shorter
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; a value may have another
+        size than a key
     block_tables: [rows, max blocks] int32
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
     window: how many tokens the query sees, the last of its context; the others are not read. None: all
@@ -108,17 +109,18 @@ def paged_decode_triton(
         None: the plan has no own_starts
     """
     assert (shared is None) == (plan.own_starts is None)
+    assert k_cache.stride() == v_cache.stride()
     bundles = plan.bundles
-    rows, heads, head_dim = q.shape
+    (rows, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     lanes = group if bundles is None else group * bundles.queries
     in_terms = bundles is None and can_split(q, k_cache, plan.programs.tile)
     factor, cap = in_log2(scale, softcap)
-    out = torch.empty((rows, heads, head_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
+    out = torch.empty((rows, heads, value_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
     out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
-    partial = torch.empty((kv_heads, workers, 2, lanes, head_dim), dtype=torch.float32, device=q.device)
+    partial = torch.empty((kv_heads, workers, 2, lanes, value_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((kv_heads, workers, 2, lanes), dtype=torch.float32, device=q.device)
     grid = (workers, kv_heads) if shared is None else (kv_heads, workers)  # so that late workers come last
     _paged_decode_kernel[grid](
@@ -148,6 +150,8 @@ def paged_decode_triton(
         GROUP=group,
         QUERIES=1 if bundles is None else bundles.queries,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        STRIDE=k_cache.stride(2),
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
@@ -159,6 +163,7 @@ def paged_decode_triton(
         TILE=plan.programs.tile,
         BLOCK_G=max(16, next_power_of_2(lanes)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(value_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         maxnreg=plan.programs.registers,
@@ -198,6 +203,8 @@ def _paged_decode_kernel(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -209,6 +216,7 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if SHARES:
@@ -238,10 +246,11 @@ def _paged_decode_kernel(
     g = tl.arange(0, BLOCK_G)
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
-    half = tl.arange(0, BLOCK_D // 2)
+    v_d = tl.arange(0, BLOCK_V)
+    half = tl.arange(0, BLOCK_V // 2)
     lane = g % GROUP if QUERIES > 1 else g % LANES if IN_TERMS else g
     head = kv_head * GROUP + lane
-    q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    q_mask, out_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], (g < GROUP)[:, None] & (v_d < VALUE_DIM)[None, :]
     KEYS: tl.constexpr = 0 if IN_TERMS else 1  # the axis of the scores that has a place for each key
     V_DTYPE: tl.constexpr = tl.float16 if q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
     scored = tl.arange(0, LANES if IN_TERMS else BLOCK_G)
@@ -264,6 +273,7 @@ def _paged_decode_kernel(
         if QUERIES > 1:
             table_row = tl.maximum(tl.max(token, axis=0), 0)
             q_mask = (token >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+            out_mask = (token >= 0)[:, None] & (v_d < VALUE_DIM)[None, :]
             q_ptrs = q_ptr + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
             if WINDOW > 0:
                 first_key = tl.maximum(tl.min(tl.where(token >= 0, query_len, context_len), axis=0) - WINDOW, 0)
@@ -286,20 +296,21 @@ def _paged_decode_kernel(
             total = has_sink.to(tl.float32)
         if IN_TERMS:  # each key of a tile has a total of its own, so that a sum over keys waits for the row's end
             total = tl.where((n == 0)[:, None], total[None, :], 0.0)
-        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_V // 2 if IN_FP8 else BLOCK_V], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
-            first = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
+            first = first_numbers(table, start, n, kv_head, KV_HEADS, STRIDE, BLOCK_SIZE)[:, None]
             seen = start + n < context_len
             if WINDOW > 0:
                 seen &= start + n >= first_key
-            kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-            k = tl.load(k_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0).to(q.dtype)
+            k_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + first + d[None, :], mask=k_mask, other=0.0).to(q.dtype)
             if IN_FP8:
-                half_mask = seen[:, None] & (half < HEAD_DIM // 2)[None, :]
+                half_mask = seen[:, None] & (half < VALUE_DIM // 2)[None, :]
                 v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, V_DTYPE, ON_GPU)
             else:
-                v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
+                v_mask = seen[:, None] & (v_d < VALUE_DIM)[None, :]
+                v = tl.load(v_cache_ptr + first + v_d[None, :], mask=v_mask, other=0.0)
             scores = scores_in_log2(multiply_keys(q, k, IN_TERMS), row_factor, CAP)
             if slopes_ptr is not None:
                 position = (query_len[:, None] if QUERIES > 1 else context_len) - 1
@@ -334,16 +345,16 @@ def _paged_decode_kernel(
         if QUERIES > 1:
             first_head -= g // GROUP * GROUP  # lane g has head g % GROUP
         if (tile == 0) & (end_tile == row_tiles):
-            target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
-            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+            target = out_ptr + (first_head + g)[:, None] * VALUE_DIM + v_d[None, :]
+            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
             if SHARES:
                 is_query = token >= 0 if QUERIES > 1 else g < GROUP
                 tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
             place = (kv_head * workers + worker) * 2 + (tile == 0)
-            partial = partial_ptr + place * (QUERIES * GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
-            tl.store(partial, acc, mask=q_mask)
+            partial = partial_ptr + place * (QUERIES * GROUP * VALUE_DIM) + g[:, None] * VALUE_DIM + v_d[None, :]
+            tl.store(partial, acc, mask=out_mask)
             is_query = token >= 0 if QUERIES > 1 else g < GROUP
             tl.store(lse_ptr + place * (QUERIES * GROUP) + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=is_query)
             row_begin = begin_of(worker, share, late_share, first_late, SHARES) + (num_tiles - left) - tile
@@ -366,7 +377,7 @@ def _paged_decode_kernel(
                     SHARES,
                     GROUP,
                     QUERIES,
-                    HEAD_DIM,
+                    VALUE_DIM,
                 )
         left -= end_tile - tile
         tile = 0

@@ -49,7 +49,8 @@ def paged_prefill_reference(
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
     q: [tokens, heads, head_dim], the sequences' new tokens one after another; heads is a multiple of kv_heads
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; values may be shorter
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written; a value may have another
+        size than a key
     block_tables: [seqs, max blocks] int32
     query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
     window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
@@ -64,7 +65,7 @@ def paged_prefill_reference(
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
-        has_mask = any(part is not None for part in (window, softcap, sinks, slopes)) or v_cache.shape[3] < q.shape[2]
+        has_mask = any(part is not None for part in (window, softcap, sinks, slopes)) or v_cache.shape[3] != q.shape[2]
         step = QUERIES_AT_ONCE if has_mask else query_len
         if k_cache.shape[2] == 1:  # scores are computed for all heads at once
             step = max(1, min(step, SCORES_AT_ONCE // (q.shape[1] * context_len)))
@@ -113,8 +114,8 @@ def _attend_causally(
 ) -> Tensor:
     """Attend from the last tokens' queries; no token lies before the first query's window.
 
-    q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim], values may be shorter; returns a value for each
-        query head
+    q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim], values may have another size; returns a value for
+        each query head
     bias: with the slopes of all heads; None: there is none
     mask: [queries, tokens] bool, which tokens a query sees; None: those up to its own, within the window
     """
@@ -216,6 +217,8 @@ def paged_prefill_triton(
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
+        K_STRIDE=k_cache.stride(2),
+        V_STRIDE=v_cache.stride(2),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
@@ -303,6 +306,8 @@ def _paged_prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -361,12 +366,10 @@ def _paged_prefill_kernel(
             part_end = full if part == 0 else full_end if part == 1 else end
             for start in range(part_begin, part_end, BLOCK_N):
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
-                key = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None]
+                key = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, K_STRIDE, BLOCK_SIZE)[:, None]
                 value = key
-                if VALUE_DIM != HEAD_DIM:
-                    value = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, VALUE_DIM, BLOCK_SIZE)[
-                        :, None
-                    ]
+                if V_STRIDE != K_STRIDE:  # of latents' prompts alone
+                    value = first_numbers(table, start, n, first_head // GROUP, KV_HEADS, V_STRIDE, BLOCK_SIZE)[:, None]
                 k_mask, v_mask, seen = (d < HEAD_DIM)[None, :], (own_d < VALUE_DIM)[None, :], None
                 bias = None
                 if part != 1:

@@ -37,6 +37,8 @@ def norm_rotate_store(
     value_norm: bool = False,
     sections: Tensor | None = None,
     norm_last: bool = False,
+    values: Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
@@ -47,6 +49,9 @@ def norm_rotate_store(
     norm_last: the norm's weights multiply behind the rotation, which leaves mean squares as they are; with weights of
         [head_dim], without query_scales
     value_norm: value heads are normalised, too, each by itself and without weights; only with such norms of the others
+    values: [tokens, kv_heads, value_dim], if they are of another size, an even one: then qkv ends with the key heads,
+        and tokens lie as far apart in both
+    value_scale: factor of the values
     q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
     mean_squares: [tokens, 2] float32, of all query heads and of all key heads of a token, over all ranks. With it the
         norms go over all heads together, and their weights are [heads * head_dim] and [kv_heads * head_dim]
@@ -56,7 +61,8 @@ def norm_rotate_store(
     query_scales: [positions] float32, factors of the rotated queries; None: no factors; without cos_sin it must be None
     positions: [tokens] int32, indices into cos_sin and query_scales; -1 (a padding token) counts as 0. Or [3, tokens],
         without query_scales: sections, [rotary_dim / 2] int32, says which of the three turns a pair (Wang et al., 2024)
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is place s % block_size of block s // block_size
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], or value_dim, alike in memory; slot s is place
+        s % block_size of block s // block_size
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
@@ -69,6 +75,7 @@ def norm_rotate_store(
     assert not value_norm or (q_norm is not None and mean_squares is None)
     assert query_scales is None or (cos_sin is not None and positions.ndim == 1)
     assert not norm_last or (q_norm is not None and mean_squares is None and query_scales is None)
+    assert values is None or (parts == "qkv" and mean_squares is None and not value_norm)
     function = norm_rotate_store_triton if qkv.is_cuda else norm_rotate_store_reference
     return function(
         qkv,
@@ -87,6 +94,8 @@ def norm_rotate_store(
         value_norm,
         sections,
         norm_last,
+        values,
+        value_scale,
     )
 
 
@@ -107,13 +116,19 @@ def norm_rotate_store_reference(
     value_norm: bool = False,
     sections: Tensor | None = None,
     norm_last: bool = False,
+    values: Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """norm_rotate_store in torch."""
-    heads = qkv.shape[1] - (len(parts) - 1) * k_cache.shape[2]
-    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, parts, value_norm, sections
+    own: Parts = parts if values is None else "qk"
+    heads = qkv.shape[1] - (len(own) - 1) * k_cache.shape[2]
+    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, own, value_norm, sections
     q, k, v = norm_rotate_reference(qkv, heads, *how, norm_last)
     if parts == "q":
         return q
+    v = v if values is None else values
+    if value_scale != 1:
+        v = v * value_scale
     if int(slot_mapping.min()) < 0:  # padding tokens
         written = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
@@ -202,16 +217,26 @@ def norm_rotate_store_triton(
     value_norm: bool = False,
     sections: Tensor | None = None,
     norm_last: bool = False,
+    values: Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
     assert qkv[0].is_contiguous()
     assert head_dim % 2 == 0
     assert q_norm is None or k_norm is None or q_norm[1:] == k_norm[1:]
+    assert k_cache.stride() == v_cache.stride()
+    value_dim = v_cache.shape[3]
+    if values is not None:
+        assert values[0].is_contiguous()
+        assert values.stride(0) == qkv.stride(0)
+        assert value_dim % 2 == 0
+        all_heads += kv_heads
     heads = all_heads - (len(parts) - 1) * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _norm_rotate_store_kernel[(tokens, cdiv(all_heads, HEADS_PER_PROGRAM))](
         qkv,
+        values,
         q_norm.weight if q_norm else None,
         k_norm.weight if k_norm else None,
         q_norm.eps if q_norm else 0.0,
@@ -229,6 +254,9 @@ def norm_rotate_store_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        VALUE_DIM=value_dim,
+        STRIDE=k_cache.stride(2),
+        VALUE_SCALE=value_scale,
         NORM="none" if q_norm is None else "head" if mean_squares is None else "full",
         PLUS_ONE=q_norm is not None and q_norm.plus_one,
         PARTS=parts,
@@ -238,7 +266,7 @@ def norm_rotate_store_triton(
         INTERLEAVED=interleaved and cos_sin is not None,
         SCALE_QUERIES=query_scales is not None,
         IN_FP8=k_cache.dtype == FP8,
-        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        BLOCK_HALF=next_power_of_2(max(head_dim, value_dim) // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2 if head_dim <= 256 else 4,
         **launch_options(qkv),
@@ -249,6 +277,7 @@ def norm_rotate_store_triton(
 @triton.jit
 def _norm_rotate_store_kernel(
     qkv_ptr,
+    values_ptr,
     q_weight_ptr,
     k_weight_ptr,
     eps,
@@ -266,6 +295,9 @@ def _norm_rotate_store_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -321,11 +353,20 @@ def _norm_rotate_store_kernel(
     wait_for_predecessor(EARLY)
 
     source = qkv_ptr + token * TOKEN_STRIDE + head * (2 * HALF) + at
-    first, second = load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
+    v_at, v_apart, in_value = at, apart, in_head
+    if values_ptr is None:
+        first, second = load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
+        value1, value2 = first, second
+        next_values = source + KV_HEADS * (2 * HALF)
+    else:
+        first, second = load_pairs(source, apart, (is_q | is_k) & in_head)
+        v_at, v_apart, in_value = i, VALUE_DIM // 2, i < VALUE_DIM // 2
+        v_source = values_ptr + token * TOKEN_STRIDE + (head - HEADS - KV_HEADS) * VALUE_DIM + v_at
+        value1, value2 = load_pairs(v_source, v_apart, is_v & in_value)
+        next_values = v_source + KV_HEADS * VALUE_DIM
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
-    value1, value2 = first, second
     if PARTS == "qkv":  # the value of each key
-        seen1, seen2 = load_pairs(source + KV_HEADS * (2 * HALF), apart, is_k & in_head)
+        seen1, seen2 = load_pairs(next_values, v_apart, is_k & in_value)
     else:
         seen1, seen2 = first, second
     if NORM != "none":
@@ -339,6 +380,9 @@ def _norm_rotate_store_kernel(
         if not NORM_LAST:
             out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
             out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
+    if VALUE_SCALE != 1.0:
+        value1 = (value1.to(tl.float32) * VALUE_SCALE).to(first.dtype)
+        value2 = (value2.to(tl.float32) * VALUE_SCALE).to(first.dtype)
     if ROTARY_DIM > 0:
         out1, out2 = out1 * cos - out2 * sin, out2 * cos + out1 * sin
         if SCALE_QUERIES:
@@ -364,9 +408,9 @@ def _norm_rotate_store_kernel(
         if PARTS == "qk":
             v_place, has_value = k_place, is_k
         number = k_cache_ptr.dtype.element_ty
-        k_target, v_target = k_cache_ptr + k_place * (2 * HALF) + at, v_cache_ptr + v_place * (2 * HALF) + at
+        k_target, v_target = k_cache_ptr + k_place * STRIDE + at, v_cache_ptr + v_place * STRIDE + v_at
         store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
-        store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
+        store_pairs(v_target, kept1.to(number), kept2.to(number), v_apart, has_value & in_value)
 
 
 @triton.jit

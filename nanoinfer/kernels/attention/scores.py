@@ -101,10 +101,13 @@ def scores_in_log2(products, factor, CAP: tl.constexpr):
 
 
 @triton.jit
-def first_numbers(table, start, n, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return where the keys start + n of a row begin in the cache, for a KV head, int64; they lie in one block."""
+def first_numbers(table, start, n, kv_head, KV_HEADS: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return where the keys start + n of a row begin in the cache, for a KV head, int64; they lie in one block.
+
+    STRIDE: numbers from one head of the cache to the next, which is the next token's behind a token's last
+    """
     block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-    return (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    return (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * STRIDE) + kv_head * STRIDE
 
 
 @triton.jit
@@ -166,16 +169,16 @@ def combine_partials(
     SHARES: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
     BLOCK_G: tl.constexpr = token.shape[0] if QUERIES > 1 else triton.next_power_of_2(GROUP)
-    AT_ONCE: tl.constexpr = COMBINED_AT_ONCE if BLOCK_G * HEAD_DIM <= 4096 or QUERIES == 1 else 2
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
-    has_d = (d < HEAD_DIM)[None, :]
+    AT_ONCE: tl.constexpr = COMBINED_AT_ONCE if BLOCK_G * VALUE_DIM <= 4096 or QUERIES == 1 else 2
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+    has_d = (d < VALUE_DIM)[None, :]
     top = tl.full([BLOCK_G], -1e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_G, triton.next_power_of_2(VALUE_DIM)], tl.float32)
     for start in range(0, num_partials, AT_ONCE):
         for offset in tl.static_range(AT_ONCE):
             i = start + offset
@@ -185,7 +188,7 @@ def combine_partials(
             place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * (QUERIES * GROUP) + g
             # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
             lse = tl.load(lse_ptr + place, mask=is_head, other=-1e30, cache_modifier=".cg")
-            numbers = partial_ptr + place[:, None] * HEAD_DIM + d[None, :]
+            numbers = partial_ptr + place[:, None] * VALUE_DIM + d[None, :]
             partial = tl.load(numbers, mask=is_head[:, None] & has_d, other=0.0, cache_modifier=".cg")
             new_top = tl.maximum(top, lse)
             rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
@@ -193,7 +196,7 @@ def combine_partials(
             acc = acc * rescale[:, None] + partial * weight[:, None]
             top = new_top
     is_query = token >= 0 if QUERIES > 1 else g < GROUP
-    target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
+    target = out_ptr + (first_head + g)[:, None] * VALUE_DIM + d[None, :]
     tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None] & has_d)
     if SHARES:
         tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=is_query)

@@ -22,7 +22,7 @@ BLOCK_NUMBERS = 1024  # of the results that a program of add_shared_results puts
 class SharedResults(NamedTuple):
     """What attention to the keys that rows share gave: partial results of the rows.
 
-    results: [parts, rows, heads, head_dim] float32
+    results: [parts, rows, heads, numbers of a value] float32
     lse: [parts, rows, heads] float32: log2 of the sums of exponentials by which the results were divided
     num_parts: [rows] int32, how many of the parts a row has
     """
@@ -53,7 +53,8 @@ def attend_to_prefixes(
     queries: given if rows have several; then q and block_tables have a row for each of these
     context_lens: [rows] int32, how many keys each query sees; only slopes need it
     """
-    rows, heads, head_dim = q.shape
+    assert k_cache.stride() == v_cache.stride()
+    (rows, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     factor, cap = in_log2(scale, softcap)
@@ -61,7 +62,7 @@ def attend_to_prefixes(
     if q.itemsize > 2 or head_dim > 128 or not fits(tiles, q):
         tiles = choose_tiles(q, TILE_QUERIES, group=1)
     most_parts = max_parts(rows if queries is None else len(queries.starts) - 1)
-    results = torch.empty((most_parts, rows, heads, head_dim), dtype=torch.float32, device=q.device)
+    results = torch.empty((most_parts, rows, heads, value_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)
     _prefix_kernel[(prefixes.workers, kv_heads)](
         q,
@@ -84,6 +85,8 @@ def attend_to_prefixes(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        STRIDE=k_cache.stride(2),
         BLOCK_SIZE=block_size,
         CAP=cap,
         IN_FP8=k_cache.dtype == FP8,
@@ -91,6 +94,7 @@ def attend_to_prefixes(
         TILE=math.gcd(block_size, tiles.keys),
         BLOCK_M=max(TILE_QUERIES, next_power_of_2(group)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(value_dim)),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launch_options(q),
@@ -120,6 +124,8 @@ def _prefix_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAP: tl.constexpr,
     IN_FP8: tl.constexpr,
@@ -127,6 +133,7 @@ def _prefix_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)  # attention to the keys that rows do not share starts at once
@@ -136,8 +143,9 @@ def _prefix_kernel(
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
+    v_d = tl.arange(0, BLOCK_V)
     head = kv_head * GROUP + m % GROUP
-    has_d = (d < HEAD_DIM)[None, :]
+    has_d, has_value = (d < HEAD_DIM)[None, :], (v_d < VALUE_DIM)[None, :]
     for work in range(tl.program_id(0), tl.load(num_tiles_ptr), tl.num_programs(0)):
         fields = tiles_ptr + work * FIELDS
         first = tl.load(fields)
@@ -155,26 +163,24 @@ def _prefix_kernel(
             table = block_tables_ptr + tl.load(order_ptr + query) * table_stride
             top = tl.full([BLOCK_M], -1e30, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             if slopes_ptr is not None:
                 slopes = load_slopes(slopes_ptr, head, True)
                 position = tl.load(context_lens_ptr + row) - 1
             for start in range(start_token, end_token, TILE):
-                key = first_numbers(table, start, n, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-                offsets = key[:, None] + d[None, :]
-                k_ptrs, v_ptrs = k_cache_ptr + offsets, v_cache_ptr + offsets
+                key = first_numbers(table, start, n, kv_head, KV_HEADS, STRIDE, BLOCK_SIZE)[:, None]
+                k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + key + v_d[None, :]
                 bias = None
                 if slopes_ptr is not None:
                     bias = bias_in_log2(slopes[:, None], (start + n)[None, :], position[:, None])
                 acc, total, top = attend_to_tile(
-                    q, k_ptrs, has_d, v_ptrs, has_d, None, bias, factor, CAP, acc, total, top
+                    q, k_ptrs, has_d, v_ptrs, has_value, None, bias, factor, CAP, acc, total, top
                 )
             if IN_FP8:
                 acc *= tl.load(kv_scales_ptr + 1)
             place = (part * rows + row) * (KV_HEADS * GROUP) + head
-            tl.store(
-                results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask
-            )
+            results = results_ptr + place.to(tl.int64)[:, None] * VALUE_DIM + v_d[None, :]
+            tl.store(results, acc / total[:, None], mask=(m < queries)[:, None] & has_value)
             tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
 
 

@@ -27,7 +27,7 @@ def describe(config: PretrainedConfig) -> Description:
         config,
         names=NAMES,
         windows=read_windows(config, config.sliding_window),
-        sinks=True,
+        sinks=layers,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         activation=ClampedSwiGLU(

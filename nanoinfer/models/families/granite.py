@@ -90,7 +90,7 @@ def _read_swa(config: PretrainedConfig) -> dict[str, Any]:
     """Read what GraniteSWA has beside windows: layer_rope_theta has a base for each layer, or 0: it does not rotate."""
     thetas = of_layers(config, "layer_rope_theta")
     ropes = {theta: _read_rope(config, theta) for theta in set(thetas) if theta}
-    return {"sinks": True, "ropes": tuple(ropes.get(theta) for theta in thetas)}
+    return {"sinks": (True,) * len(thetas), "ropes": tuple(ropes.get(theta) for theta in thetas)}
 
 
 def _read_rope(config: PretrainedConfig, theta: float) -> Rope:

@@ -22,7 +22,7 @@ class KVCache:
     """The memory of all blocks, [slices, blocks, numbers of a slice], and the layers' keys and values in it.
 
     layers: for each layer that has pages, its keys and its values, [pages, block_size, kv_heads, head_dim]; of latents,
-        values are the keys' first numbers
+        values are the keys' first numbers; values of another size lie behind each head's key
     steps: for each group, the pages from one block to the next: block b is page b * step
     """
 
@@ -32,18 +32,24 @@ class KVCache:
         self.steps = [layout.pages_of_a_slice(group) for group in layout.groups]
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         for group in layout.groups:
-            latent = group.pages.latent
             for index, layer in enumerate(group.layers):
-                keys = self._view(group, index, by_head)
-                own = self._view(group, len(group.layers) + index, by_head) if latent is None else keys[..., :latent]
-                self.layers[layer] = keys, own
+                self.layers[layer] = self._keys_and_values(group, index, by_head)
+
+    def _keys_and_values(self, group: CacheGroup, index: int, by_head: bool) -> tuple[Tensor, Tensor]:
+        """View those of a layer; index: among the group's."""
+        pages, first = group.pages, self._view(group, index, by_head)
+        if pages.latent is not None:
+            return first, first[..., : pages.latent]
+        if pages.value_dim is not None:
+            return first[..., : pages.head_dim], first[..., pages.head_dim :]
+        return first, self._view(group, len(group.layers) + index, by_head)
 
     def _view(self, group: CacheGroup, page: int, by_head: bool) -> Tensor:
         """View one page of all blocks, and those between."""
         number, first = divmod(page, self.layout.pages_of_a_slice(group))
         heads, size = group.pages.kv_heads, group.block_size
         dims = (heads, size) if by_head else (size, heads)
-        pages = self.memory[number].view(-1, *dims, group.pages.head_dim)[first:]
+        pages = self.memory[number].view(-1, *dims, group.pages.side_by_side)[first:]
         return pages.transpose(1, 2) if by_head else pages
 
     @property

@@ -19,6 +19,7 @@ from nanoinfer.media.spans import Encoded
 from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.pooling.read import Read
 from nanoinfer.runner.drafting.sizes import VerifySize
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.message import ChunkMessage, DraftingMessage, JoinMessage, PrefillMessage
 from nanoinfer.runner.steps.kinds import DecodeKind
 
@@ -128,13 +129,17 @@ def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, dev
     heads = model.num_heads // num_ranks
     generator = torch.Generator(device).manual_seed(0)
     numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
-    for group in config.cache_layout.part(range(model.num_layers)).groups:
+    layout = config.cache_layout.part(range(model.num_layers))
+    cache = KVCacheSpec(layout, config.torch_cache_dtype, by_head=False).allocate(1, device)
+    cache.memory.copy_(numbers(cache.memory.shape))
+    for group in layout.groups:
         q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
-        kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
-        sinks = numbers(heads).float() if model.sinks else None
+        has_sinks = any(model.sinks[layer] for layer in group.layers if model.sinks)
+        sinks = numbers(heads).float() if has_sinks else None
         slopes = torch.tensor(model.alibi[:heads], device=device) if model.alibi else None
         how = group.window, model.score_cap, sinks, slopes
-        backend.check(q, kv_cache.to(config.torch_cache_dtype), *how)
+        keys, values = cache.layers[group.layers[0]]
+        backend.check(q, keys, values, *how)
 
 
 def peak_bytes(step: Callable[[], object]) -> int:

@@ -44,24 +44,27 @@ def attend_to_chunk(
     slopes,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Attend from queries, [BLOCK_M, BLOCK_D], to the keys from `begin`, where a tile begins, up to `end`.
 
     position: [BLOCK_M], of the queries in their sequence
     context_len, first_key: keys at `context_len` or beyond, and those before `first_key`, are not loaded
     slopes: [BLOCK_M], from load_slopes; None: there are none
-    Returns the weighted sum of the values, [BLOCK_M, BLOCK_D], the largest score, and the sum of the weights.
+    Returns the weighted sum of the values, [BLOCK_M, BLOCK_V], the largest score, and the sum of the weights.
     """
-    n, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    n, d, v_d = tl.arange(0, TILE), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     top = tl.full([BLOCK_M], UNSEEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(begin, end, TILE):
         key = start + n
         if BLOCK_SIZE % TILE == 0:
@@ -70,9 +73,9 @@ def attend_to_chunk(
         else:
             block = tl.load(table + key // BLOCK_SIZE, mask=key < context_len, other=0).to(tl.int64)
             slot = block * BLOCK_SIZE + key % BLOCK_SIZE
-        offsets = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
-        is_loaded = ((key >= first_key) & (key < context_len))[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=is_loaded, other=0.0).to(q.dtype)
+        first = (slot * KV_HEADS + kv_head)[:, None] * STRIDE
+        is_loaded = ((key >= first_key) & (key < context_len))[:, None]
+        k = tl.load(k_cache_ptr + first + d[None, :], mask=is_loaded & (d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
         scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
         if slopes is not None:
             scores += bias_in_log2(slopes[:, None], key[None, :], position[:, None])
@@ -84,7 +87,8 @@ def attend_to_chunk(
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
         rescale = tl.exp2(top - new_top)
-        v = tl.load(v_cache_ptr + offsets, mask=is_loaded, other=0.0).to(q.dtype)
+        v_mask = is_loaded & (v_d < VALUE_DIM)[None, :]
+        v = tl.load(v_cache_ptr + first + v_d[None, :], mask=v_mask, other=0.0).to(q.dtype)
         # The order of tl.sum depends on how threads hold the weights, that of a product does not.
         ones = tl.full([TILE, 16], 1.0, q.dtype)
         sums = tl.max(tl.dot(weights.to(q.dtype), ones, input_precision="ieee"), axis=1)

@@ -47,15 +47,16 @@ def decode_in_order(
 
     plan: from plan_decode of the same context_lens, for decode_programs
     """
-    rows, heads, head_dim = q.shape
+    assert k_cache.stride() == v_cache.stride()
+    (rows, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     factor, cap = in_log2(scale, softcap)
-    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((rows, heads, value_dim), dtype=q.dtype, device=q.device)
     # The chunks' results of rows that several workers share: a worker begins at most one of these.
     longest = max_context_len if plan.window is None else min(plan.window + CHUNK, max_context_len)
     places = kv_heads, min(rows, workers), cdiv(longest, CHUNK), group
-    partial = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
+    partial = torch.empty((*places, value_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(workers, kv_heads)](
         q,
@@ -81,6 +82,8 @@ def decode_in_order(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        STRIDE=k_cache.stride(2),
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
@@ -90,6 +93,7 @@ def decode_in_order(
         TILE=tile_of(k_cache),
         BLOCK_G=max(16, next_power_of_2(group)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(value_dim)),
         num_warps=plan.programs.warps,
         num_stages=plan.programs.stages,
         **launch_options(q, fused=False),
@@ -122,6 +126,8 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -131,6 +137,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     worker, kv_head = tl.program_id(0), tl.program_id(1)
@@ -145,9 +152,10 @@ def _decode_kernel(
         factor *= tl.load(kv_scales_ptr)
         v_scale = tl.load(kv_scales_ptr + 1)
     # One program serves all query heads of a KV head, so that each key is read once.
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    g, d, v_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     head = kv_head * GROUP + g
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    out_mask = (g < GROUP)[:, None] & (v_d < VALUE_DIM)[None, :]
     slopes = None
     if slopes_ptr is not None:
         slopes = load_slopes(slopes_ptr, head, g < GROUP)
@@ -166,7 +174,7 @@ def _decode_kernel(
         place = (kv_head * places + (row if BY_ROW else first_worker)) * most_chunks
 
         top, total = before_keys(sinks_ptr, head, g < GROUP, SINKS, BLOCK_G)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         for own in range(chunk, end_chunk):
             begin = (skipped + own) * CHUNK
             more = attend_to_chunk(
@@ -184,24 +192,27 @@ def _decode_kernel(
                 slopes,
                 KV_HEADS,
                 HEAD_DIM,
+                VALUE_DIM,
+                STRIDE,
                 BLOCK_SIZE,
                 WINDOW,
                 CAP,
                 TILE,
                 BLOCK_G,
                 BLOCK_D,
+                BLOCK_V,
             )
             if is_whole:
                 acc, top, total = join(acc, top, total, more[0], more[1], more[2])
             else:
                 at = (place + own).to(tl.int64) * GROUP + g
-                tl.store(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], more[0], mask=mask)
+                tl.store(partial_ptr + at[:, None] * VALUE_DIM + v_d[None, :], more[0], mask=out_mask)
                 tl.store(sums_ptr + at * 2, more[1], mask=g < GROUP)
                 tl.store(sums_ptr + at * 2 + 1, more[2], mask=g < GROUP)
 
-        target = out_ptr + ((row * KV_HEADS + kv_head) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+        target = out_ptr + ((row * KV_HEADS + kv_head) * GROUP + g)[:, None] * VALUE_DIM + v_d[None, :]
         if is_whole:
-            tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=out_mask)
         else:
             num_workers = (row_begin + row_chunks - 1) // share - first_worker + 1
             tl.debug_barrier()  # every thread's stores come before the arrival that announces them
@@ -210,9 +221,9 @@ def _decode_kernel(
                 tl.store(arrival, 0)
                 top, total = before_keys(sinks_ptr, head, g < GROUP, SINKS, BLOCK_G)
                 acc, total = _join_all(
-                    top, total, partial_ptr, sums_ptr, place, row_chunks, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D
+                    top, total, partial_ptr, sums_ptr, place, row_chunks, GROUP, VALUE_DIM, BLOCK_G, BLOCK_V
                 )
-                tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=out_mask)
         left -= end_chunk - chunk
         chunk = 0
         context_len = tl.load(context_lens_ptr + row + 1, row < last_row, 0)
@@ -227,13 +238,13 @@ def _join_all(
     place,
     num_chunks,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Put the results of a row's chunks together, from `place` on. top, total: from `before_keys`"""
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    g, v_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     for start in range(0, num_chunks, COMBINED_AT_ONCE):
         for offset in tl.static_range(COMBINED_AT_ONCE):
             chunk = start + offset
@@ -242,8 +253,8 @@ def _join_all(
             # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
             next_top = tl.load(sums_ptr + at * 2, mask=is_head, other=UNSEEN, cache_modifier=".cg")
             next_total = tl.load(sums_ptr + at * 2 + 1, mask=is_head, other=0.0, cache_modifier=".cg")
-            numbers = partial_ptr + at[:, None] * HEAD_DIM + d[None, :]
-            loaded = is_head[:, None] & (d < HEAD_DIM)[None, :]
+            numbers = partial_ptr + at[:, None] * VALUE_DIM + v_d[None, :]
+            loaded = is_head[:, None] & (v_d < VALUE_DIM)[None, :]
             next_acc = tl.load(numbers, mask=loaded, other=0.0, cache_modifier=".cg")
             acc, top, total = join(acc, top, total, next_acc, next_top, next_total)
     return acc, total

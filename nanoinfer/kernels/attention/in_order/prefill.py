@@ -29,9 +29,10 @@ def prefill_in_order(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_prefill_triton does."""
-    tokens, heads, head_dim = q.shape
+    assert k_cache.stride() == v_cache.stride()
+    (tokens, heads, head_dim), value_dim = q.shape, v_cache.shape[3]
     _, block_size, kv_heads, _ = k_cache.shape
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     factor, cap = in_log2(scale, softcap)
     queries, warps = (32, 8) if head_dim > 256 else (64, 4)  # of a program: as many as its registers have room for
     _prefill_kernel[(heads, cdiv(max_query_len, queries), len(context_lens))](
@@ -51,6 +52,8 @@ def prefill_in_order(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        STRIDE=k_cache.stride(2),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
@@ -60,6 +63,7 @@ def prefill_in_order(
         TILE=tile_of(k_cache),
         BLOCK_M=queries,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_V=max(16, next_power_of_2(value_dim)),
         num_warps=warps,
         num_stages=3,
         enable_fp_fusion=False,
@@ -85,6 +89,8 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -94,6 +100,7 @@ def _prefill_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     # The programs with the most keys come first. The heads that share a KV head run side by side.
     head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -101,7 +108,7 @@ def _prefill_kernel(
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
     context_len = tl.load(context_lens_ptr + seq)
     if tile * BLOCK_M < query_len:
-        m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        m, d, v_d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
         q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
         token = (begin + m).to(tl.int64)[:, None]
         q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
@@ -116,7 +123,7 @@ def _prefill_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.zeros([BLOCK_M], tl.float32) + load_slopes(slopes_ptr, head, True)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for chunk in range(first_key // CHUNK * CHUNK, end, CHUNK):
             more = attend_to_chunk(
                 q,
@@ -133,15 +140,19 @@ def _prefill_kernel(
                 slopes,
                 KV_HEADS,
                 HEAD_DIM,
+                VALUE_DIM,
+                STRIDE,
                 BLOCK_SIZE,
                 WINDOW,
                 CAP,
                 TILE,
                 BLOCK_M,
                 BLOCK_D,
+                BLOCK_V,
             )
             acc, top, total = join(acc, top, total, more[0], more[1], more[2])
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
-        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + d[None, :]
-        tl.store(out, result(acc, total).to(out_ptr.dtype.element_ty), mask=q_mask)
+        out = out_ptr + token * (KV_HEADS * GROUP * VALUE_DIM) + head * VALUE_DIM + v_d[None, :]
+        out_mask = (m < query_len)[:, None] & (v_d < VALUE_DIM)[None, :]
+        tl.store(out, result(acc, total).to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -37,6 +37,6 @@ def describe(config: PretrainedConfig) -> Description:
         qk_norm="head",
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        sinks=True,
+        sinks=(True,) * config.num_hidden_layers,
         experts=experts,
     )

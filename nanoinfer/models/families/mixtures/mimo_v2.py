@@ -1,0 +1,87 @@
+"""MiMo-V2-Flash (Xiaomi, 2025): values that are smaller than keys, and sinks in the layers that have a window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.experts import listed_layers, read_corrected_experts
+from nanoinfer.models.heads import KVHeads
+from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, kv_count_of, positive, refuse, size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from nanoinfer.layers.rotary import Rope
+
+NAMES = ModuleNames(sinks=("sinks", "attention_sink_bias"))
+SHARE = 0.334  # of a head that is rotated, if the config has no other
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe a MiMo-V2-Flash model: layers with a window have twice the heads of keys, and their own rotation."""
+    windows = read_windows(config, config.sliding_window)
+    has_window = tuple(window is not None for window in windows)
+    kinds = {kind: _read_heads(config, 1 + kind) for kind in set(has_window)}
+    ropes = {kind: _read_rope(config, "sliding_attention" if kind else "full_attention") for kind in kinds}
+    sparse = listed_layers(config)
+    _refuse_other_layers(config, has_window, sparse)
+    return describe_common(
+        config,
+        names=NAMES,
+        windows=windows,
+        ropes=tuple(ropes[kind] for kind in has_window),
+        kv_heads=tuple(kinds[kind] for kind in has_window),
+        sinks=has_window,
+        qkv_bias=config.attention_bias,
+        value_scale=float(positive("attention_value_scale", config.attention_value_scale or 1.0)),
+        experts=read_corrected_experts(config, sparse, shared_field=None),
+        skipped=("model.mtp.",),
+    )
+
+
+def _read_heads(config: PretrainedConfig, times: int) -> KVHeads:
+    """Read the heads of layers that have so many times those that the config says."""
+    heads, count, dim = config.num_attention_heads, times * kv_count_of(config), head_dim_of(config)
+    if heads % count:
+        raise ValueError(
+            f"model: num_key_value_heads={kv_count_of(config)} in its config: {count}, as many as a layer has, must be"
+            f" a divisor of num_attention_heads={heads}"
+        )
+    value_dim = size_of(config, "v_head_dim")
+    if value_dim % 2:
+        raise ValueError(f"model: v_head_dim={value_dim} in its config: must be even")
+    return KVHeads(count, dim, value_dim=None if value_dim == dim else value_dim)
+
+
+def _read_rope(config: PretrainedConfig, kind: str) -> Rope:
+    """Read the rotation of a kind of layers, over a share of each head."""
+    share = positive("partial_rotary_factor", config.rope_parameters[kind].get("partial_rotary_factor", SHARE))
+    return read_rope(config, int(head_dim_of(config) * share), kind)
+
+
+def _refuse_other_layers(config: PretrainedConfig, has_window: tuple[bool, ...], sparse: tuple[bool, ...]) -> None:
+    """Raise ValueError if settings of published configs, which transformers does not read, say something else."""
+    parameters = config.rope_parameters
+    refuse(
+        config,
+        hybrid_layer_pattern=[int(own) for own in has_window],
+        moe_layer_freq=[int(own) for own in sparse],
+        swa_num_attention_heads=config.num_attention_heads,
+        swa_num_key_value_heads=2 * kv_count_of(config),
+        swa_head_dim=head_dim_of(config),
+        swa_v_head_dim=config.v_head_dim,
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        n_shared_experts=0,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        layernorm_epsilon=config.rms_norm_eps,
+        **{
+            name: parameters[kind]["rope_theta"]
+            for name, kind in (("rope_theta", "full_attention"), ("swa_rope_theta", "sliding_attention"))
+            if kind in parameters
+        },
+    )
