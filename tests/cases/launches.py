@@ -85,6 +85,7 @@ VOCABULARY = 151_936
 TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
 CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
 HEADS = 64, 128, 256, 512  # their dimensions
+OTHER_VALUES = {192: 128}  # numbers of a value beside such keys, in MiMo-V2
 MAKES_WAY = "decode of 1 that makes way"  # so do names begin of launches whose successors start early
 SIZES = 1, 8, 200, 1000, 4000  # tokens that fill experts' tiles of each size
 
@@ -247,63 +248,72 @@ def mlps(
     expert_mlps(x, routes, gate_up, down, activation, **(biases if activation == CLAMPED else {}))
 
 
-def paged(head_dim: int, heads: int, kv_heads: int, rows: int, cache: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, a cache's keys, as its values are, and block tables."""
+def paged(
+    head_dim: int, heads: int, kv_heads: int, rows: int, cache: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Return queries, a cache's keys and values, and block tables."""
     choose_backend("auto", "cuda", BF16, 256, head_dim, in_fp8=cache == FP8)
-    keys = empty(64, 256, kv_heads, head_dim, dtype=cache)
-    return empty(rows, heads, head_dim, dtype=BF16), keys, numbers(rows, 16)
+    pages = empty(64, 256, kv_heads, head_dim + OTHER_VALUES.get(head_dim, 0), dtype=cache)
+    keys, values = pages[..., :head_dim], pages[..., head_dim:] if head_dim in OTHER_VALUES else pages
+    return empty(rows, heads, head_dim, dtype=BF16), (keys, values), numbers(rows, 16)
 
 
 def decode(
     head_dim: int, rows: int, cache: torch.dtype, window: int | None, in_order: bool, alibi: bool = False
 ) -> None:
-    q, keys, tables = paged(head_dim, 32, 8, rows, cache)
+    q, pages, tables = paged(head_dim, 32, 8, rows, cache)
     scales, slopes = empty(2) if cache == FP8 else None, empty(32) if alibi else None
-    plan = plan_decode(numbers(rows), keys, window=window, programs=decode_programs(head_dim) if in_order else None)
+    plan = plan_decode(numbers(rows), pages[0], window=window, programs=decode_programs(head_dim) if in_order else None)
     if in_order:
-        decode_in_order(q, keys, keys, tables, numbers(rows), 4096, 1.0, plan, kv_scales=scales, slopes=slopes)
+        decode_in_order(q, *pages, tables, numbers(rows), 4096, 1.0, plan, kv_scales=scales, slopes=slopes)
     else:
-        paged_decode_triton(q, keys, keys, tables, numbers(rows), 1.0, plan, kv_scales=scales, slopes=slopes)
+        paged_decode_triton(q, *pages, tables, numbers(rows), 1.0, plan, kv_scales=scales, slopes=slopes)
 
 
 def verify(head_dim: int, rows: int, cache: torch.dtype, window: int | None, most: int) -> None:
     """Attend from the rows' last tokens and their guesses."""
-    q, keys, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
+    q, pages, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
     scales, lens = empty(2) if cache == FP8 else None, numbers(len(q))
-    bundles = bundle(lens, numbers(rows), numbers(rows), most, queries_of_a_bundle(most, 32, keys))
-    plan = plan_decode(lens, keys, window=window, bundles=bundles)
-    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, kv_scales=scales)
+    bundles = bundle(lens, numbers(rows), numbers(rows), most, queries_of_a_bundle(most, 32, pages[0]))
+    plan = plan_decode(lens, pages[0], window=window, bundles=bundles)
+    paged_decode_triton(q, *pages, tables, lens, 1.0, plan, kv_scales=scales)
 
 
 def share(head_dim: int, rows: int, cache: torch.dtype, most: int, alibi: bool = False) -> None:
     """Attend from the rows' last tokens, and guesses if there are any, to prefixes that rows share, and to the rest."""
-    q, keys, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
+    q, pages, tables = paged(head_dim, 32, 8, (1 + most) * rows, cache)
     scales, lens, row = empty(2) if cache == FP8 else None, numbers(len(q)), numbers(rows)
     slopes = empty(32) if alibi else None
-    prefixes, bundles = SharedPrefixes(rows, 32, keys), None
+    prefixes, bundles = SharedPrefixes(rows, 32, pages[0]), None
     if most:
-        bundles = bundle(lens, row, row, most, queries_of_a_bundle(most, 32, keys), prefixes, numbers(len(q)))
-    plan = plan_decode(lens, keys, prefixes=prefixes, bundles=bundles)
+        bundles = bundle(lens, row, row, most, queries_of_a_bundle(most, 32, pages[0]), prefixes, numbers(len(q)))
+    plan = plan_decode(lens, pages[0], prefixes=prefixes, bundles=bundles)
     queries = None if bundles is None else bundles.shared
-    shared = attend_to_prefixes(q, keys, keys, tables, prefixes, 1.0, None, scales, queries, slopes, lens)
-    paged_decode_triton(q, keys, keys, tables, lens, 1.0, plan, None, scales, shared, slopes=slopes)
+    shared = attend_to_prefixes(q, *pages, tables, prefixes, 1.0, None, scales, queries, slopes, lens)
+    paged_decode_triton(q, *pages, tables, lens, 1.0, plan, None, scales, shared, slopes=slopes)
 
 
 def prefill(
     head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool, alibi: bool = False
 ) -> None:
-    q, keys, tables = paged(head_dim, 32, 8, 8 * length, cache)
+    q, pages, tables = paged(head_dim, 32, 8, 8 * length, cache)
     options = {"kv_scales": empty(2) if cache == FP8 else None, "slopes": empty(32) if alibi else None}
     attend = prefill_in_order if in_order else paged_prefill_triton
-    attend(q, keys, keys, tables, numbers(9), numbers(8), length, 1.0, window=window, **options)
+    attend(q, *pages, tables, numbers(9), numbers(8), length, 1.0, window=window, **options)
 
 
 def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
-    _, keys, _ = paged(head_dim, 32, 8, 1, cache)
-    qkv, norm = empty(tokens, 48, head_dim, dtype=BF16), norm_of(head_dim, BF16)
+    _, pages, _ = paged(head_dim, 32, 8, 1, cache)
+    norm, values = norm_of(head_dim, BF16), None
+    if head_dim in OTHER_VALUES:
+        sizes = 40 * head_dim, 8 * OTHER_VALUES[head_dim]
+        qkv, values = empty(tokens, sum(sizes), dtype=BF16).split(sizes, dim=1)
+        qkv, values = qkv.unflatten(1, (40, -1)), values.unflatten(1, (8, -1))
+    else:
+        qkv = empty(tokens, 48, head_dim, dtype=BF16)
     scales = empty(2) if cache == FP8 else None
-    slots, rotations = (numbers(tokens), keys, keys, numbers(tokens)), empty(4096, head_dim)
-    norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
+    slots, rotations = (numbers(tokens), *pages, numbers(tokens)), empty(4096, head_dim)
+    norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales, values=values)
 
 
 def delta(
@@ -573,6 +583,14 @@ def of_attention() -> Iterator[Launch]:
         yield Launch(f"{attend.__name__} with slopes", partial(attend, 128, size, BF16, None, False, True), often)
         yield Launch(f"{attend.__name__} in order with slopes", partial(attend, 128, size, BF16, None, True, True))
     yield Launch("decode with slopes, in FP8", partial(decode, 128, 200, FP8, None, False, True))
+    for head_dim, cache in product(OTHER_VALUES, (BF16, FP8)):
+        named, often = f"other values, {head_dim=}, {cache=}", often_if(cache == BF16)
+        yield Launch(f"decode of 200, {named}", partial(decode, head_dim, 200, cache, None, False), often)
+        yield Launch(f"decode with a window, {named}", partial(decode, head_dim, 200, cache, 129, False))
+        yield Launch(f"prefill, {named}", partial(prefill, head_dim, 1000, cache, None, False), often)
+        yield Launch(f"keys, {named}", partial(store, head_dim, 300, cache))
+        for attend, size in (decode, 200), (prefill, 1000):
+            yield Launch(f"{attend.__name__} in order, {named}", partial(attend, head_dim, size, cache, None, True))
 
 
 def of_guesses_and_prefixes() -> Iterator[Launch]:
@@ -585,6 +603,10 @@ def of_guesses_and_prefixes() -> Iterator[Launch]:
     yield Launch("8 guesses with a window", partial(verify, 256, 8, FP8, 1024, 8))
     yield Launch("prefixes, 8 guesses", partial(share, 256, 16, BF16, 8))
     yield Launch("prefixes, 8 guesses with slopes", partial(share, 128, 16, BF16, 8, True))
+    for head_dim, cache in product(OTHER_VALUES, (BF16, FP8)):
+        named = f"other values, {head_dim=}, {cache=}"
+        yield Launch(f"8 guesses, {named}", partial(verify, head_dim, 8, cache, None, 8))
+        yield Launch(f"prefixes, {named}", partial(share, head_dim, 16, cache, 0))
     yield Launch("guesses without a model", partial(draft_and_accept, 32, 160))
 
 

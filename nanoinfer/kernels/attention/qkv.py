@@ -357,16 +357,15 @@ def _norm_rotate_store_kernel(
     if values_ptr is None:
         first, second = load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
         value1, value2 = first, second
-        next_values = source + KV_HEADS * (2 * HALF)
     else:
         first, second = load_pairs(source, apart, (is_q | is_k) & in_head)
         v_at, v_apart, in_value = i, VALUE_DIM // 2, i < VALUE_DIM // 2
         v_source = values_ptr + token * TOKEN_STRIDE + (head - HEADS - KV_HEADS) * VALUE_DIM + v_at
         value1, value2 = load_pairs(v_source, v_apart, is_v & in_value)
-        next_values = v_source + KV_HEADS * VALUE_DIM
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     if PARTS == "qkv":  # the value of each key
-        seen1, seen2 = load_pairs(next_values, v_apart, is_k & in_value)
+        next_value = source + KV_HEADS * (2 * HALF) if values_ptr is None else v_source + KV_HEADS * VALUE_DIM
+        seen1, seen2 = load_pairs(next_value, v_apart, is_k & in_value)
     else:
         seen1, seen2 = first, second
     if NORM != "none":
