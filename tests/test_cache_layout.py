@@ -50,6 +50,7 @@ PUBLISHED = {
     "Gemma 4 E2B": ([*every(5, Pages(1, 512), Pages(1, 256, 512), 15), *[None] * 20], 256, 128),
     "gpt-oss 20b": (same_heads(2, 128, 8, 64, 24), 256, 256),
     "gpt-oss 120b": (same_heads(2, 128, 8, 64, 36), 256, 256),
+    "MiMo-V2-Flash": (every(6, Pages(4, 192, value_dim=128), Pages(8, 192, 129, value_dim=128), 48), 640, 64),
 }
 
 
@@ -178,6 +179,7 @@ pages = st.builds(
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, None, 1, 20, 64, 1000]),
+    value_dim=st.sampled_from([None, None, 1, 6]),
 )
 kinds = st.lists(st.tuples(pages, st.integers(1, 7)), min_size=1, max_size=3)
 
@@ -222,8 +224,9 @@ class TestAnyLayers:
         for group in layout.groups:
             page = group.block_size * group.pages.numbers
             assert layout.slice_numbers % page == 0
-            assert 2 * len(group.layers) <= layout.slices * layout.pages_of_a_slice(group)
-            used.append(2 * len(group.layers) * page)
+            assert group.pages_of_a_block == len(group.layers) * (2 if group.pages.value_dim is None else 1)
+            assert group.pages_of_a_block <= layout.slices * layout.pages_of_a_slice(group)
+            used.append(group.pages_of_a_block * page)
         assert layout.waste == 1 - min(used) / layout.block_numbers
         assert max(used) > layout.block_numbers - layout.slice_numbers  # no slice is empty in all groups
 
@@ -258,8 +261,9 @@ class TestAnyLayers:
         assert set(cache.layers) == {layer for group in layout.groups for layer in group.layers}
         for group, step in zip(layout.groups, cache.steps, strict=True):
             for layer in group.layers:
-                for view in cache.layers[layer]:
-                    assert view.shape[1:] == (group.block_size, group.pages.kv_heads, group.pages.head_dim)
+                sizes = group.pages.head_dim, group.pages.value_dim or group.pages.head_dim
+                for view, size in zip(cache.layers[layer], sizes, strict=True):
+                    assert view.shape[1:] == (group.block_size, group.pages.kv_heads, size)
                     assert len(view) > 2 * step
 
     @given(layout=layouts(), blocks=st.integers(0, 200), limit=st.integers(0, 5000))

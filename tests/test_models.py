@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases import CASES, MULTIMODAL, SHAPE, VOCAB, Case, build
 from cases.case import LINEAR, LLAMA3, LONGROPE, YARN
+from cases.corrected import MIMO
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
@@ -213,6 +214,34 @@ def test_files_of_before_transformers_5(make_llm: Callable[..., LLM], tmp_path: 
         weights |= {f"{layer}{key}": mask for key, mask in others.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         run(make_llm(str(folder), **CASES[name].small), model)
+
+
+def test_published_files_of_mimo_v2(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Their config says in its own words which layers have windows, and weights of layers that guess are beside."""
+    case = replace(CASES["mimo-v2"], settings={**MIMO, "sliding_window": 25, "num_hidden_layers": 6})
+    model = build(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "rope_parameters", "sliding_window"):
+        del config[name]
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+        "sliding_window": 24,
+        "sliding_window_size": 24,
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+        "swa_num_key_value_heads": 4,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | published))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    run(make_llm(str(tmp_path), **case.small), model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *whole_only(["gptneox", "opt", "apertus", "modernbert"]), "olmohybrid"])

@@ -34,8 +34,7 @@ class InOrderBackend:
     def check(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        caches: tuple[Tensor, Tensor],
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
@@ -44,10 +43,10 @@ class InOrderBackend:
         """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
 
         q: [tokens, heads, head_dim], of a prompt's last tokens
-        k_cache, v_cache: as for prefill_in_order; their first block is read, by layers of this window
+        caches: keys and values, as for prefill_in_order; their first block is read, by layers of this window
         sinks, slopes: [heads] float32, of such a layer; None: it has none
         """
-        tokens, _, head_dim = q.shape
+        (tokens, _, head_dim), (k_cache, v_cache) = q.shape, caches
         blocks = -(-CHECKED_KEYS // k_cache.shape[1])
         tables = torch.zeros(tokens, blocks, dtype=torch.int32, device=q.device)
         longest = blocks * k_cache.shape[1]

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from nanoinfer.attention.cache_layout import lay_out
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
@@ -129,17 +130,16 @@ def check_attention(config: Config, backend: InOrderBackend, num_ranks: int, dev
     heads = model.num_heads // num_ranks
     generator = torch.Generator(device).manual_seed(0)
     numbers = partial(torch.randn, generator=generator, device=device, dtype=config.torch_dtype)
-    layout = config.cache_layout.part(range(model.num_layers))
-    cache = KVCacheSpec(layout, config.torch_cache_dtype, by_head=False).allocate(1, device)
-    cache.memory.copy_(numbers(cache.memory.shape))
-    for group in layout.groups:
+    for group in config.cache_layout.part(range(model.num_layers)).groups:
+        layout = lay_out([group.pages], group.block_size, group.block_size)
+        cache = KVCacheSpec(layout, config.torch_cache_dtype, by_head=False).allocate(1, device)
+        cache.memory.copy_(numbers(cache.memory.shape))
         q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
         has_sinks = any(model.sinks[layer] for layer in group.layers if model.sinks)
         sinks = numbers(heads).float() if has_sinks else None
         slopes = torch.tensor(model.alibi[:heads], device=device) if model.alibi else None
         how = group.window, model.score_cap, sinks, slopes
-        keys, values = cache.layers[group.layers[0]]
-        backend.check(q, keys, values, *how)
+        backend.check(q, cache.layers[0], *how)
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
