@@ -39,14 +39,14 @@ class Pages:
         return 2 if self.latent is None and self.value_dim is None else 1
 
     @property
-    def side_by_side(self) -> int:
+    def head_numbers(self) -> int:
         """How many numbers of a head a page has for a token: values of another size lie behind their keys."""
         return self.head_dim + (self.value_dim or 0)
 
     @property
     def numbers(self) -> int:
         """How many numbers a page has for a token."""
-        return self.kv_heads * self.side_by_side
+        return self.kv_heads * self.head_numbers
 
 
 @dataclass(frozen=True)

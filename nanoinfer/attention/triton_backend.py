@@ -31,7 +31,7 @@ class TritonBackend:
         for own, group in zip(context.groups, self.groups, strict=False):  # further ones are a draft model's
             caches = context.layers[group.layers[0]]
             if context.guesses is not None:
-                queries = self._queries_at_once(context.guesses, caches[0])
+                queries = self._queries_at_once(context.guesses, _wider(caches))
                 bundles = _bundle(context.context_lens, context.guesses, queries, prefixes)
                 prefixes = prefixes if bundles is not None else None  # tokens that attend one by one share nothing
             own.plan = self._plan(context.context_lens, caches, group.window, prefixes, bundles)
@@ -50,7 +50,7 @@ class TritonBackend:
         bundles: Bundles | None,
     ) -> DecodePlan:
         """Return the plan of a group of layers; caches: of any of them."""
-        return plan_decode(context_lens, caches[0], window=window, prefixes=prefixes, bundles=bundles)
+        return plan_decode(context_lens, _wider(caches), window=window, prefixes=prefixes, bundles=bundles)
 
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
@@ -122,6 +122,11 @@ class TritonBackend:
             scoring.sinks,
             scoring.slopes,
         )
+
+
+def _wider(caches: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the keys, or the values if these have more numbers."""
+    return max(caches, key=lambda cache: cache.shape[3])
 
 
 def _bundle(context_lens: Tensor, guesses: Guesses, queries: int, prefixes: SharedPrefixes | None) -> Bundles | None:

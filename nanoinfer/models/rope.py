@@ -103,13 +103,17 @@ def in_sections(config: PretrainedConfig, rope: Rope | None, default: list[int],
     return replace(rope, sections=tuple(part for part, count in enumerate(counts) for _ in range(count)))
 
 
-def read_rotary_dim(config: PretrainedConfig) -> int:
-    """Return how many of a head's numbers are rotated: all, or the share that partial_rotary_factor says."""
-    return int(head_dim_of(config) * _share_of(config, config.rope_parameters))
+def read_rotary_dim(config: PretrainedConfig, kind: str | None = None, usual: float = 1.0) -> int:
+    """Return how many of a head's numbers are rotated: the share that partial_rotary_factor says, or else `usual`.
+
+    kind: as for read_rope
+    """
+    outer: Parameters = config.rope_parameters
+    return int(head_dim_of(config) * _share_of(config, outer if kind is None else outer.get(kind, outer), usual))
 
 
-def _share_of(config: PretrainedConfig, parameters: Parameters) -> float:
-    share = _number(parameters, "partial_rotary_factor", 1.0)
+def _share_of(config: PretrainedConfig, parameters: Parameters, usual: float = 1.0) -> float:
+    share = _number(parameters, "partial_rotary_factor", usual)
     if share > 1 or int(head_dim_of(config) * share) < 1:
         raise ValueError(f"model: partial_rotary_factor={share!r} in its config: must be above 0, at most 1")
     return share

@@ -89,7 +89,7 @@ def plan_decode(
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
 
-    context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
+    context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's, or its values if larger
     workers: programs for each KV head; None: enough to fill the device
     window: how many tokens a query sees, the last of its context; None: all
     prefixes: what the rows read together, if there is no window; None: nothing
@@ -156,7 +156,9 @@ def choose_programs(rows: int, k_cache: Tensor, are_bundles: bool = False, share
         many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=3, registers=160)
         if many.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
             return many
-    token_bytes = block_d * (max(2, k_cache.itemsize) if are_bundles else k_cache.itemsize)  # of keys; values as many
+    token_bytes = block_d * (
+        max(2, k_cache.itemsize) if are_bundles else k_cache.itemsize
+    )  # of keys; values have no more
     if block_d > 256:  # four warps would lack registers for the results
         large = math.gcd(block_size, 64)
         if 2 * large * token_bytes + RESERVED_BYTES <= shared_memory(k_cache.device):

@@ -196,7 +196,7 @@ def paged_prefill_triton(
     if max_query_len == 0:
         return out
     factor, cap = in_log2(scale, softcap)
-    tiles = choose_tiles(q, max_query_len, heads // kv_heads)
+    tiles = choose_tiles(q, value_dim, max_query_len, heads // kv_heads)
     grid = (heads // tiles.heads * tiles.parts, cdiv(max_query_len, tiles.queries), len(context_lens))
     _paged_prefill_kernel[grid](
         q,
@@ -254,19 +254,19 @@ class Tiles(NamedTuple):
     parts: int = 1
 
 
-def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
+def choose_tiles(q: Tensor, value_dim: int, max_query_len: int, group: int) -> Tiles:
     """Return the tiles that are the fastest on an H200 or H100, if they fit.
 
-    q, max_query_len: as for paged_prefill_triton; group: heads of a KV head
+    q, max_query_len: as for paged_prefill_triton; value_dim: numbers of a value; group: heads of a KV head
     """
-    head_dim = next_power_of_2(q.shape[2])
+    head_dim = next_power_of_2(max(q.shape[2], value_dim))
     if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
         if q.dtype == torch.float32:
             return Tiles(16, 16, 8, 2)
         halves, large = Tiles(128, 32, 8, 2, parts=2), Tiles(64, 32, 8, 2)
-        if max_query_len > 64 and fits(halves, q):
+        if max_query_len > 64 and fits(halves, q, value_dim):
             return halves
-        return large if fits(large, q) else Tiles(64, 16, 8, 2)
+        return large if fits(large, q, value_dim) else Tiles(64, 16, 8, 2)
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
         if q.dtype == torch.float32 and head_dim > 128:
@@ -276,12 +276,12 @@ def choose_tiles(q: Tensor, max_query_len: int, group: int) -> Tiles:
         together = math.gcd(group, MOST_TOGETHER)
         small = Tiles(64, 64, 4, 3) if together == 1 else Tiles(64 // together, 32, 4, 2, together)
         large, is_long = Tiles(128, 128, 8, 3), max_query_len >= MANY_QUERIES and head_dim == 128
-    return large if is_long and fits(large, q) and q.dtype != torch.float32 else small
+    return large if is_long and fits(large, q, value_dim) and q.dtype != torch.float32 else small
 
 
-def fits(tiles: Tiles, q: Tensor) -> bool:
+def fits(tiles: Tiles, q: Tensor, value_dim: int) -> bool:
     """Return whether a program has shared memory for its queries, and for two tiles of keys and two of values."""
-    block_d = next_power_of_2(q.shape[2])
+    block_d = next_power_of_2(max(q.shape[2], value_dim))
     numbers = (tiles.queries * tiles.heads + 2 * tiles.keys) * block_d + 2 * tiles.keys * block_d // tiles.parts
     return numbers * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
 

@@ -59,8 +59,8 @@ def attend_to_prefixes(
     group = heads // kv_heads
     factor, cap = in_log2(scale, softcap)
     tiles = Tiles(TILE_QUERIES, 128, 4, 2)  # the fastest on an H200
-    if q.itemsize > 2 or head_dim > 128 or not fits(tiles, q):
-        tiles = choose_tiles(q, TILE_QUERIES, group=1)
+    if q.itemsize > 2 or max(head_dim, value_dim) > 128 or not fits(tiles, q, value_dim):
+        tiles = choose_tiles(q, value_dim, TILE_QUERIES, group=1)
     most_parts = max_parts(rows if queries is None else len(queries.starts) - 1)
     results = torch.empty((most_parts, rows, heads, value_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)

@@ -49,7 +49,7 @@ class KVCache:
         number, first = divmod(page, self.layout.pages_of_a_slice(group))
         heads, size = group.pages.kv_heads, group.block_size
         dims = (heads, size) if by_head else (size, heads)
-        pages = self.memory[number].view(-1, *dims, group.pages.side_by_side)[first:]
+        pages = self.memory[number].view(-1, *dims, group.pages.head_numbers)[first:]
         return pages.transpose(1, 2) if by_head else pages
 
     @property

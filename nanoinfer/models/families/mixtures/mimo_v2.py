@@ -8,13 +8,11 @@ from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import listed_layers, read_corrected_experts
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, kv_count_of, positive, refuse, size_of
+from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.settings import head_dim_of, kv_count_of, positive_or_none, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanoinfer.layers.rotary import Rope
 
 NAMES = ModuleNames(sinks=("sinks", "attention_sink_bias"))
 SHARE = 0.334  # of a head that is rotated, if the config has no other
@@ -25,18 +23,18 @@ def describe(config: PretrainedConfig) -> Description:
     windows = read_windows(config, config.sliding_window)
     has_window = tuple(window is not None for window in windows)
     kinds = {kind: _read_heads(config, 1 + kind) for kind in set(has_window)}
-    ropes = {kind: _read_rope(config, "sliding_attention" if kind else "full_attention") for kind in kinds}
+    ropes = {name: read_rope(config, read_rotary_dim(config, name, SHARE), name) for name in set(config.layer_types)}
     sparse = listed_layers(config)
     _refuse_other_layers(config, has_window, sparse)
     return describe_common(
         config,
         names=NAMES,
         windows=windows,
-        ropes=tuple(ropes[kind] for kind in has_window),
+        ropes=tuple(ropes[name] for name in config.layer_types),
         kv_heads=tuple(kinds[kind] for kind in has_window),
         sinks=has_window,
         qkv_bias=config.attention_bias,
-        value_scale=float(positive("attention_value_scale", config.attention_value_scale or 1.0)),
+        value_scale=float(positive_or_none("attention_value_scale", config.attention_value_scale) or 1.0),
         experts=read_corrected_experts(config, sparse, shared_field=None),
         skipped=("model.mtp.",),
     )
@@ -54,12 +52,6 @@ def _read_heads(config: PretrainedConfig, times: int) -> KVHeads:
     if value_dim % 2:
         raise ValueError(f"model: v_head_dim={value_dim} in its config: must be even")
     return KVHeads(count, dim, value_dim=None if value_dim == dim else value_dim)
-
-
-def _read_rope(config: PretrainedConfig, kind: str) -> Rope:
-    """Read the rotation of a kind of layers, over a share of each head."""
-    share = positive("partial_rotary_factor", config.rope_parameters[kind].get("partial_rotary_factor", SHARE))
-    return read_rope(config, int(head_dim_of(config) * share), kind)
 
 
 def _refuse_other_layers(config: PretrainedConfig, has_window: tuple[bool, ...], sparse: tuple[bool, ...]) -> None:
