@@ -152,6 +152,7 @@ def test_two_ranks(
         "gemma4 experts",
         "gptoss",
         "glm4moe",
+        "mimo-v2",
     ],
 )
 def test_two_gpus(

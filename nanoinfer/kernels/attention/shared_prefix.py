@@ -169,7 +169,7 @@ def _prefix_kernel(
                 position = tl.load(context_lens_ptr + row) - 1
             for start in range(start_token, end_token, TILE):
                 key = first_numbers(table, start, n, kv_head, KV_HEADS, STRIDE, BLOCK_SIZE)[:, None]
-                k_ptrs, v_ptrs = k_cache_ptr + key + d[None, :], v_cache_ptr + key + v_d[None, :]
+                k_ptrs, v_ptrs = k_cache_ptr + (key + d[None, :]), v_cache_ptr + (key + v_d[None, :])
                 bias = None
                 if slopes_ptr is not None:
                     bias = bias_in_log2(slopes[:, None], (start + n)[None, :], position[:, None])

@@ -75,8 +75,7 @@ def attend_to_chunk(
             slot = block * BLOCK_SIZE + key % BLOCK_SIZE
         first = (slot * KV_HEADS + kv_head)[:, None] * STRIDE
         is_loaded = ((key >= first_key) & (key < context_len))[:, None]
-        k_mask, v_mask = is_loaded & (d < HEAD_DIM)[None, :], is_loaded & (v_d < VALUE_DIM)[None, :]
-        k = tl.load(k_cache_ptr + (first + d[None, :]), mask=k_mask, other=0.0).to(q.dtype)
+        k = tl.load(k_cache_ptr + (first + d[None, :]), mask=is_loaded & (d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
         scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
         if slopes is not None:
             scores += bias_in_log2(slopes[:, None], key[None, :], position[:, None])
@@ -88,6 +87,7 @@ def attend_to_chunk(
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
         rescale = tl.exp2(top - new_top)
+        v_mask = is_loaded & (v_d < VALUE_DIM)[None, :]
         v = tl.load(v_cache_ptr + (first + v_d[None, :]), mask=v_mask, other=0.0).to(q.dtype)
         # The order of tl.sum depends on how threads hold the weights, that of a product does not.
         ones = tl.full([TILE, 16], 1.0, q.dtype)
