@@ -34,6 +34,7 @@ from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_ro
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.norm.norm import Norm
+from nanoinfer.layers import attention
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 
 Shape = tuple[int, int, int, int, int]  # heads, kv_heads, numbers of a key, of a value, block_size
@@ -202,6 +203,12 @@ def test_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(out, attend_densely(q, *pages, query_lens, lens, how))
 
 
+def heads_of(whole: Tensor, key: int, values: int, value: int) -> tuple[Tensor, Tensor]:
+    """Return a projection's heads of queries and keys, and those of values, as a layer does."""
+    qk, v = whole.tensor_split([-values * value], dim=-1)
+    return qk.unflatten(-1, (-1, key)), v.unflatten(-1, (-1, value))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, *whole_only(zip([FP8]))], ids=str)
 @pytest.mark.parametrize(("key", "value"), [(24, 16), (20, 34), (192, 128)])
 def test_keys_are_rotated_and_values_scaled_on_their_way_to_the_cache(key: int, value: int, dtype: torch.dtype) -> None:
@@ -211,8 +218,7 @@ def test_keys_are_rotated_and_values_scaled_on_their_way_to_the_cache(key: int, 
     whole = randn(tokens, heads * key + kv_heads * (key + value), dtype=kind)
     if dtype != FP8:  # to which Triton's interpreter converts no NaN
         whole[5, -1] = torch.inf
-    qk, values = whole.split([(heads + kv_heads) * key, kv_heads * value], dim=-1)
-    qk, values = qk.unflatten(-1, (-1, key)), values.unflatten(-1, (-1, value))
+    qk, values = heads_of(whole, key, kv_heads, value)
     angles = randn(40, turned // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
     positions = torch.tensor([0, 1, 39, 5, -1, 7], dtype=torch.int32, device=DEVICE)
@@ -238,6 +244,13 @@ def test_keys_are_rotated_and_values_scaled_on_their_way_to_the_cache(key: int, 
         wanted = (values[1] * 0.707).float()
         assert torch.equal(both.flatten(0, 1)[47, :, key:].float(), wanted)
         assert both.flatten(0, 1)[31, -1, :key].isnan().all()
+    alone, (qk, values) = before.clone(), heads_of(whole[1:2], key, kv_heads, value)
+    how, caches = (None, cos_sin, False, None, positions[1:2]), (alone[..., :key], alone[..., key:])
+    own_q = norm_rotate_store_triton(
+        qk, norm, norm, *how, *caches, slots[1:2], kv_scales, values=values, value_scale=0.707
+    )
+    assert torch.equal(own_q[0], q[1])
+    assert torch.equal(alone.flatten(0, 1)[47].float(), both.flatten(0, 1)[47].float())
 
 
 def test_a_page_holds_a_heads_key_and_its_value_side_by_side() -> None:
@@ -259,7 +272,10 @@ def test_a_page_holds_a_heads_key_and_its_value_side_by_side() -> None:
 def test_models_of_both_backends_give_the_same_tokens(
     make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts share a prefix, so that decode steps read it once, in layers without a window."""
+    """Prompts share a prefix, so that decode steps read it once, in layers without a window. One is alone.
+
+    Kernels write the keys and values that Triton's attends to, as on a GPU.
+    """
     for name in ("MIN_ROWS", "MIN_TOKENS", "MIN_SAVED"):
         monkeypatch.setattr(shared_prefixes, name, 2)
     case = CASES["mimo-v2"]
@@ -279,8 +295,11 @@ def test_models_of_both_backends_give_the_same_tokens(
 
     monkeypatch.setattr(triton_backend, "attend_to_prefixes", attend)
     for backend in ("torch", "triton"):
+        if backend == "triton":
+            monkeypatch.setattr(attention, "norm_rotate_store", norm_rotate_store_triton)
         llm = make_llm(str(tmp_path), attention_backend=backend, kvcache_block_size=16, max_model_len=128)
-        outputs = llm.generate(prompts, greedy(3, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate([[7, 8]], greedy(3, ignore_eos=True), use_tqdm=False)
+        outputs += llm.generate(prompts, greedy(3, ignore_eos=True), use_tqdm=False)
         tokens.append([output.token_ids for output in outputs])
     assert tokens[0] == tokens[1]
     assert len(read) > 0

@@ -229,7 +229,7 @@ def norm_rotate_store_triton(
     value_dim = v_cache.shape[3]
     if values is not None:
         assert values[0].is_contiguous()
-        assert values.stride(0) == qkv.stride(0)
+        assert tokens == 1 or values.stride(0) == qkv.stride(0)
         assert value_dim % 2 == 0
         all_heads += kv_heads
     heads = all_heads - (len(parts) - 1) * kv_heads
