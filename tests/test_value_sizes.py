@@ -308,3 +308,21 @@ def test_models_of_both_backends_give_the_same_tokens(
 def test_flash_attn_names_the_backends_that_take_such_values() -> None:
     with pytest.raises(ValueError, match=r"attention_backend='flash_attn': .*values of another size .*'torch' can"):
         choose_backend("flash_attn", "cuda", torch.bfloat16, 256, 64, has_other_values=True)
+
+
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+def test_adapters(ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """They stand beside the projections of values, and of results, which have the values' size."""
+    peft = pytest.importorskip("peft")
+    case = CASES["mimo-v2"]
+    model = build(case, tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", max_adapters=1, tensor_parallel_size=ranks, **case.small)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    llm.load_adapter("adapter", str(tmp_path / "adapter"))
+    params = greedy(5, ignore_eos=True, adapter="adapter")
+    for output in llm.generate([[7, 8, 9], [5 * i % 150 for i in range(40)]], params, use_tqdm=False):
+        ids = torch.tensor([output.prompt_token_ids])
+        how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert output.token_ids == adapted.generate(ids, max_new_tokens=5, **how)[0, ids.shape[1] :].tolist()
