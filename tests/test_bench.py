@@ -285,6 +285,16 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(math.inf, 2e6, 1, {Fp8Format(): 3e6}) == pytest.approx(in_fp8)
 
 
+def test_the_floor_of_values_that_are_smaller_than_keys() -> None:
+    """Values of two numbers, and keys of four: a layer's projections lose two numbers of each head and KV head."""
+    small = type("Small", (WeightShape,), {"attending": (KVHeads(2, 4, value_dim=2),) * 2})
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=small)
+    layer = LAYER - 8 * 2 * (4 + 2)
+    assert bytes_of(floor) == (1 + 2) * (2 * layer + HEAD) * 2 + (4 + 5) * KV_BYTES * 3 / 4
+    prompt = 2 * 2 * layer * 3 + 2 * HEAD + 2 * 2 * 16 * 9 * 3 / 4
+    assert operations_of(floor) == prompt + 2 * 2 * (2 * layer + HEAD)
+
+
 def test_the_floor_of_texts_that_are_read_has_no_logits_and_no_step_behind_their_prompts() -> None:
     reader = type("Reader", (WeightShape,), {"generates": False, "attention_windows": (None, 2)})
     floor = floor_of(bench.Workload([[1, 2, 3], [4, 5]], [0, 0]), model=reader)
