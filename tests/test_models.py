@@ -514,7 +514,7 @@ def test_the_different_layers_run_alone(
         ("glm4moe", {"n_group": 6}, "n_group=6 .*must divide 6 experts into groups of two or more"),
         ("solar-open groups, biases", {"num_experts_per_tok": 7}, "topk_group=2 .* than num_experts_per_tok=7"),
         ("mimo-v2", {"num_key_value_heads": 4}, "num_key_value_heads=4 .*: 8, as many as .*a divisor of num_att"),
-        ("mimo-v2", {"rope_parameters": {"full_attention": TWICE}}, "factor=2.0 .*at most 1"),
+        ("mimo-v2", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
         ("mimo-v2", {"v_head_dim": 15}, "v_head_dim=15 .*must be even"),
         ("mimo-v2", {"attention_value_scale": -1.0}, "attention_value_scale=-1.0 .*must be a number above 0"),
         ("mimo-v2", {"hybrid_layer_pattern": [0, 1, 0, 1]}, r"hybrid_layer_pattern=\[0, 1, 0, 1\] .*not supported"),
