@@ -28,7 +28,6 @@ L1_BYTES = 48 << 10  # of shared memory, with which a program leaves its success
 LIKE_OTHERS = "RTX 3090"  # it has the instructions of an A100 and the shared memory of an RTX 4090
 SPILLED = {  # bytes of an H100's thread that found no register, at most, by Triton 3.6 or 3.9; of all launches, or one
     "_decode_kernel": 24,
-    "_delta_rows_kernel": 48,
     "_expand_kernel": 36,  # in float32, of rank 128
     "_go_through_kernel": 84,
     "_group_kernel": 20,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import CASES, build
 from cases.layouts import PUBLISHED
-from cases.weights import BLOCKS, INT4, Form, draw, matrices_of
+from cases.weights import BLOCKS, DTYPE, INT4, Form, draw, matrices_of
 from conftest import DEVICE, Oracle, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_four_bits import write_checkpoint as write_in_four_bits
@@ -66,7 +66,7 @@ def of_experts_alone(routes: Routes) -> Routes:
 def test_products_skip_what_is_no_expert(form: Form, tokens: int, in_order: bool) -> None:
     weights, x, routes = (
         (draw(form, EXPERTS, 2 * 128, 128), draw(form, EXPERTS, 128, 128)),
-        randn(tokens, 128),
+        randn(tokens, 128, dtype=DTYPE),
         choose(tokens),
     )
     plain, alone = [matrices_of(weight).float() for weight in weights], of_experts_alone(routes)

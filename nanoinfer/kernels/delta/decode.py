@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember
+from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import (
     cdiv,
@@ -18,7 +18,7 @@ from nanoinfer.kernels.launch import (
     wait_for_predecessor,
 )
 
-NUMBERS = 16384  # of a matrix that a program has: those of a head of 128 x 128
+NUMBERS = 8192  # of a matrix that a program has: half of those of a head of 128 x 128
 FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
 
 
@@ -191,7 +191,7 @@ def _delta_rows_kernel(
 
     query = activated(q_past, q_input, q_own)
     key = activated(k_past, k_input, k_own)
-    value = activated(v_past, v_input, v_own)
+    value = settled(activated(v_past, v_input, v_own))
     query *= length_factor(query, 0) * KEY_DIM**-0.5
     key *= length_factor(key, 0)
     log_decay, strength = gates_of(a, b, log_decay, dt_bias, LARGEST)

@@ -247,7 +247,7 @@ def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
         act = wide * tl.sigmoid(ACTIVATION.alpha * wide)
         up = tl.minimum(tl.maximum(up, -ACTIVATION.limit), ACTIVATION.limit) + 1.0
     elif _is_scaled(ACTIVATION):
-        act = activate_block(wide * ACTIVATION.factor, ACTIVATION.function)
+        act = activate_block(wide * ACTIVATION.factor, tl.constexpr(ACTIVATION.function))
     else:
         act = activate_block(wide, ACTIVATION)
     return act.to(gate.dtype) * up
