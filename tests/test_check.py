@@ -193,7 +193,8 @@ def test_a_layer_that_computes_otherwise_is_named(
 
 
 LAST_OF_CLASSES = list({case.architecture: name for name, case in CASES.items()}.values())
-OF_KINDS = ["gemma2 low caps", "qwen2moe without biases", "qwen3.5"]  # norms behind branches, experts, states
+# Norms behind branches, factors of their results, experts, states:
+OF_KINDS = ["gemma2 low caps", "granite", "qwen2moe without biases", "qwen3.5"]
 
 
 @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])

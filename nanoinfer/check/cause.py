@@ -40,7 +40,7 @@ def find_cause(llm: LLM, wanted: Continuation, streams: list[Tensor]) -> str:
     alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(output.token_ids, wanted.new_ids, strict=False)))
     for position in range(len(wanted.token_ids) + len(alike)):
         for seen in recorder.seen[0, position]:
-            for number, stream in _streams(seen, model.num_layers):
+            for number, stream in _streams(seen, model):
                 theirs = streams[number][position]
                 if len(theirs) != len(stream):
                     continue  # another matrix, which OPT has before the output projection, has made theirs
@@ -54,14 +54,17 @@ def find_cause(llm: LLM, wanted: Continuation, streams: list[Tensor]) -> str:
     )
 
 
-def _streams(seen: Seen, num_layers: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the residual stream before each layer, which its mixer returns too, and what the last norm returns."""
+def _streams(seen: Seen, model: Decoder) -> Iterator[tuple[int, Tensor]]:
+    """Yield the residual stream before each layer, which its mixer returns too, and what the last norm returns.
+
+    The mixer's is divided by the factor of what layers add to it.
+    """
     for name, group in groupby(seen, key=itemgetter(0)):
         results = [result for _, result in group]
         if match := re.fullmatch(r"layers\.(\d+)\.(first\.)?mixer", name):
-            yield int(match[1]), results[-1]
+            yield int(match[1]), results[-1] * model.inputs.residual_scale
         elif name == "joint":
-            yield num_layers, results[0]
+            yield model.num_layers, results[0]
 
 
 def _name(number: int, num_layers: int) -> str:
