@@ -154,7 +154,7 @@ def test_a_long_sequence_is_walked_in_stretches(start: int, monkeypatch: pytest.
     ours, (xbc, dt) = layer.on_device(), layer.draw(sum(end - first for first, end in spans))
     slots = {"initial": [-1, 2 if start else -1, -1], "final": [0, 2, 1]}
     cut = chunks_of(*spans, **slots, snapshots={128: 3}, device=DEVICE)
-    assert cut.stretches.tolist() == [0, 1, 3, 5, 7]
+    assert cut.stretches.tolist() == [1, 3, 5, 0, 7]
     out = ours.chunks(mamba_chunks_triton, xbc.to(DEVICE), dt.to(DEVICE), cut)
     first = 0
     for (_, end), state in zip(((0, 36), (0, 327), (0, 20)), (begin * 0, begin, begin * 0), strict=True):
@@ -163,6 +163,16 @@ def test_a_long_sequence_is_walked_in_stretches(start: int, monkeypatch: pytest.
         assert near(out[own], expected, torch.float32)
         first = own.stop
         assert near(ours.matrices[0 if end == 36 else 2 if end > 36 else 1], state, torch.float32)
+
+
+def test_short_sequences_have_no_sums() -> None:
+    """Sums are as large as states, and a step may have hundreds of short sequences beside a long one."""
+    lengths = [20] * 100 + [70 * CHUNK] + [20] * 100
+    cut = chunks_of(*((0, length) for length in lengths), initial=[-1] * 201, final=[-1] * 201)
+    assert cut.stretches.tolist() == [100, 132, 164, *range(100), *range(170, 270)]
+    assert prefill.most_summed(cut) == 4
+    assert prefill.most_summed(chunks_of((0, 9 * 64), (0, 20), initial=[-1] * 2, final=[-1] * 2)) == 0
+    assert prefill.most_summed(chunks_of((64, 64 * 130), initial=[-1], final=[-1])) == 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -398,13 +398,15 @@ def test_chunks_that_a_start_tries_begin_where_states_are_cut(max_model_len: int
         max_num_batched_tokens=16_384,
         max_num_seqs=512,
         max_model_len=max_model_len,
-        description=SimpleNamespace(generates=True, latent=None),
+        description=SimpleNamespace(generates=True, latent=None, has_states=True),
         attention_backend="triton",
         is_in_order=False,
         speculation=None,
     )
     trials = Trials(cast(Config, config), [1], torch.device("cpu"))
-    (*_, (chunk,)) = [step.chunks for step in trials.largest_prefills()]
-    assert len(chunk.token_ids) == min(16_384, max_model_len - 1)
-    assert chunk.start % CHUNK == 0
-    assert chunk.start + len(chunk.token_ids) < max_model_len
+    *_, (behind_a_context,), (first,) = [step.chunks for step in trials.largest_prefills()]
+    assert first.start == 0
+    for chunk in (behind_a_context, first):
+        assert len(chunk.token_ids) == min(16_384, max_model_len - 1)
+        assert chunk.start % CHUNK == 0
+        assert chunk.start + len(chunk.token_ids) < max_model_len

@@ -29,7 +29,8 @@ class Chunks:
     seqs: [chunks], the sequence whose tokens a chunk holds; a sequence's chunks are neighbours, in order
     first_tokens: [chunks], the first of the chunk's tokens among the step's
     snapshots: [chunks], one more slot, that gets the states behind the chunk's last token; the chunk is whole then
-    stretches: [stretches], the first chunk of each; STRETCH of a sequence's chunks are one, and those left at its end
+    stretches: [stretches], the first chunk of each; STRETCH of a sequence's chunks are one, and those left at its end.
+        Those of sequences that have several come first
     """
 
     cu_lens: Tensor
@@ -48,17 +49,18 @@ def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], a
     spans: of each sequence: the first position, the end, and snapshots: position -> the slot that gets the states
         behind the tokens before it
     """
-    seqs, first_tokens, snapshots, stretches = array("i"), array("i"), array("i"), array("i")
+    seqs, first_tokens, snapshots, stretches, whole = (array("i") for _ in range(5))
     token = 0
     for seq, (start, end, slots) in enumerate(spans):
         assert start % CHUNK == 0 or not slots
-        stretches.extend(range(len(seqs), len(seqs) - (start - end) // CHUNK, STRETCH))
+        count = -((start - end) // CHUNK)
+        (stretches if count > STRETCH else whole).extend(range(len(seqs), len(seqs) + count, STRETCH))
         for first in range(start, end, CHUNK):
             seqs.append(seq)
             first_tokens.append(token + first - start)
             snapshots.append(slots.get(first + CHUNK, -1))
         token += end - start
-    return seqs, first_tokens, snapshots, stretches
+    return seqs, first_tokens, snapshots, stretches + whole
 
 
 @triton.jit

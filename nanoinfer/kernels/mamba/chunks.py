@@ -84,7 +84,7 @@ def sum_stretch_kernel(
 ):
     """Write what a stretch adds to the state before the next one, and for a sequence's first stretch its initial state.
 
-    So no program of the walk reads a slot that another one writes.
+    So no program that walks one of several stretches reads a slot that another one writes.
     """
     part, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunk = tl.load(stretches_ptr + stretch).to(tl.int64)
@@ -94,10 +94,8 @@ def sum_stretch_kernel(
     matrix, mask = (head * DIM + d[None, :]) * NUMBERS + n[:, None], has_n[:, None] & has_d
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if first == tl.load(cu_lens_ptr + seq):
-        initial = tl.load(initial_ptr + seq).to(tl.int64)
-        known = (n < tl.where(initial >= 0, NUMBERS, 0))[:, None] & has_d
-        state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0)
-        tl.store(sums_ptr + stretch * MATRICES + matrix, state.to(tl.float32), mask=mask)
+        state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, mask, MATRICES)
+        tl.store(sums_ptr + stretch * MATRICES + matrix, state, mask=mask)
     if first + CHUNKS * TOKENS < tl.load(cu_lens_ptr + seq + 1):
         x_places = t[:, None] * xbc_stride + head * DIM + d
         b_places = t[:, None] * xbc_stride + HEADS * DIM + head // (HEADS // GROUPS) * NUMBERS + n
@@ -112,6 +110,13 @@ def sum_stretch_kernel(
 
 
 @triton.jit
+def _load_initial(matrices_ptr, initial, matrix, mask, MATRICES: tl.constexpr):
+    """Return the state before a sequence, in float32; initial: its slot, or -1: there is none."""
+    known = mask & (initial >= 0)
+    return tl.load(matrices_ptr + initial.to(tl.int64) * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _take_in(state, x, b, rows, t, TOKENS: tl.constexpr):
     """Return the state, [numbers, inputs], behind a chunk's tokens; rows: the factors of a chunk's head."""
     total, step, last = tl.load(rows + t), tl.load(rows + TOKENS + t), tl.load(rows + TOKENS - 1)
@@ -119,7 +124,7 @@ def _take_in(state, x, b, rows, t, TOKENS: tl.constexpr):
     return tl.dot(tl.trans(b), taken, state * decay_of(last), input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["summed"])
 def walk_stretch_kernel(
     xbc_ptr,
     squares_ptr,
@@ -135,6 +140,7 @@ def walk_stretch_kernel(
     final_ptr,
     snapshots_ptr,
     out_ptr,
+    summed,
     xbc_stride,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -146,7 +152,10 @@ def walk_stretch_kernel(
     CHUNKS: tl.constexpr,
     DIVIDED: tl.constexpr,
 ):
-    """Write the results of a stretch's tokens, and the states behind it; DIVIDED: stretches may come before it."""
+    """Write the results of a stretch's tokens, and the states behind it.
+
+    summed: of so many stretches, the first ones, sums_ptr has what sum_stretch_kernel writes; DIVIDED: of some
+    """
     part, head, stretch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_chunk = tl.load(stretches_ptr + stretch).to(tl.int64)
     seq = tl.load(seqs_ptr + first_chunk)
@@ -158,17 +167,17 @@ def walk_stretch_kernel(
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if DIVIDED:
         before = ((begin - tl.load(cu_lens_ptr + seq)) // (TOKENS * CHUNKS)).to(tl.int32)
-        sum_ptrs = sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix
-        state = tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
+        if stretch < summed:
+            state = tl.load(sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix, mask=matrix_mask, other=0.0)
+        else:
+            state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, matrix_mask, MATRICES)
         for i in range(before):
             rows = factors_ptr + ((first_chunk - (before - i) * CHUNKS) * HEADS + head) * 2 * TOKENS
-            sum_ptrs += MATRICES
+            sum_ptrs = sums_ptr + (stretch - before + i + 1).to(tl.int64) * MATRICES + matrix
             state *= _decay_of_stretch(rows, HEADS, TOKENS, CHUNKS)
             state += tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
     else:
-        initial = tl.load(initial_ptr + seq).to(tl.int64)
-        known = (n < tl.where(initial >= 0, NUMBERS, 0))[:, None] & has_d
-        state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+        state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, matrix_mask, MATRICES)
     group = head // (HEADS // GROUPS)
     skip = tl.load(skips_ptr + head).to(tl.float32)
     x_places = t[:, None] * xbc_stride + head * DIM + d

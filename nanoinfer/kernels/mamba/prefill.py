@@ -124,11 +124,11 @@ def mamba_chunks_triton(
     )
     grid = cdiv(dim, tile.inputs), heads, len(chunks.stretches)
     shape |= {"CHUNKS": STRETCH, "BLOCK_D": tile.inputs, "num_warps": tile.warps, "num_stages": tile.stages}
-    sums, is_divided = factors, len(chunks.stretches) > len(chunks.starts)
-    if is_divided:
-        sums = torch.empty((len(chunks.stretches), heads, dim, numbers), dtype=torch.float32, device=xbc.device)
+    sums, summed = factors, most_summed(chunks)
+    if summed:
+        sums = torch.empty((summed, heads, dim, numbers), dtype=torch.float32, device=xbc.device)
         what = xbc, factors, matrices, sums, *where, chunks.stretches, chunks.initial, xbc.stride(0)
-        sum_stretch_kernel[grid](*what, **shape, enable_fp_fusion=True)
+        sum_stretch_kernel[*grid[:2], summed](*what, **shape, enable_fp_fusion=True)
     walk_stretch_kernel[grid](
         xbc,
         squares,
@@ -142,12 +142,22 @@ def mamba_chunks_triton(
         chunks.final,
         chunks.snapshots,
         out,
+        summed,
         xbc.stride(0),
-        DIVIDED=is_divided,
+        DIVIDED=summed > 0,
         **shape,
         enable_fp_fusion=True,
     )
     return out
+
+
+def most_summed(chunks: Chunks) -> int:
+    """Return of how many stretches, the first ones, what they add is summed up: those of sequences that have several.
+
+    It may be of a few others, too. Short sequences, which may be many, would have sums as large as their states.
+    """
+    further = len(chunks.stretches) - len(chunks.starts)
+    return min(len(chunks.stretches), 2 * further)  # no more sequences than that have further ones
 
 
 class _Tile(NamedTuple):

@@ -13,7 +13,7 @@ from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
-from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.kernels.delta.chunks import CHUNK, STRETCH
 from nanoinfer.media.pixels import Pixels
 from nanoinfer.media.processor import MediaProcessor
 from nanoinfer.media.spans import Encoded
@@ -90,6 +90,8 @@ class Trials:
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
             start = min(MOST_KEYS + CHUNK, most - length) // CHUNK * CHUNK  # where states let chunks begin
             steps.append(self.prompt(length, start, adapter))
+        if config.description.has_states and length > STRETCH * CHUNK:
+            steps.append(self.prompt(length, 0, adapter))  # what its stretches add takes memory, too
         if config.description.latent is not None:
             # What is made of the longest context's latents takes as much memory, however many tokens attend to it.
             length = min(length, MANY_TOKENS)
