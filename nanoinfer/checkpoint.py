@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoinfer.checks import as_int, check_choice, check_settings
-from nanoinfer.drafting.tokens import check_tokens
 from nanoinfer.generation_config import read_generation_config
 from nanoinfer.hub import GGUF, NO_GGUF, reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
-from nanoinfer.models.ranks import check_in_order, check_ranks
+from nanoinfer.models.ranks import check_ranks
 from nanoinfer.pooling.files import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.formats.table import quantized_as_loaded
@@ -178,64 +177,3 @@ def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: di
             )
         ids.update(found)
     return frozenset(token_id for token_id in ids if 0 <= token_id < text_config.vocab_size)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A draft model, which guesses what another one draws: see the option draft_model.
-
-    folder: where its files are
-    layers: the numbers of its layers in the KV cache, behind those of the other model
-    """
-
-    folder: str
-    description: Description
-    layers: range
-
-    @classmethod
-    def open(cls, folder: str, model: Description, tokenizer: str, ranks: int, is_loaded: bool) -> Draft:
-        """Read a folder; raises ValueError if it holds no draft of this model.
-
-        tokenizer: the folder of the model's; ranks, is_loaded: as for Checkpoint.describe
-        """
-        option = f"draft_model={folder!r}"
-        try:
-            draft = Checkpoint.open(folder).describe(GENERATE, None, ranks, is_loaded, sees=False)
-        except ValueError as error:
-            raise ValueError(f"{option}: {error}") from error
-        if draft.vocab_size != model.vocab_size:
-            raise ValueError(
-                f"{option}: must have the model's vocabulary of {model.vocab_size} tokens, not one of"
-                f" {draft.vocab_size}"
-            )
-        if draft.has_states:
-            raise ValueError(
-                f"{option}: some of its layers keep a state, which cannot go back behind a guess that did not hold"
-            )
-        check_tokens(folder, tokenizer)
-        return cls(folder, draft, range(model.num_layers, model.num_layers + draft.num_layers))
-
-    def within(self, max_len: int, long_from: int | None) -> Draft:
-        """Return it for sequences of at most max_len tokens. Raises ValueError if it computes some of them otherwise.
-
-        long_from: the model's
-        """
-        draft = self.description.within(max_len)
-        if window := max(window or 0 for window in draft.windows):
-            raise ValueError(
-                f"draft_model={self.folder!r}: its layers see {window} tokens at most: must see all; lower"
-                f" max_model_len={max_len} to {window}"
-            )
-        if draft.long_from not in (None, long_from):
-            raise ValueError(
-                f"draft_model={self.folder!r}: rotates sequences of over {draft.long_from} tokens otherwise: lower"
-                f" max_model_len={max_len} to {draft.long_from}"
-            )
-        return replace(self, description=draft)
-
-    def check_in_order(self, ranks: int, on_cpu: bool) -> None:
-        """Raise ValueError if ranks cannot divide it as they divide a model with deterministic=True."""
-        try:
-            check_in_order(self.description, ranks, on_cpu)
-        except ValueError as error:
-            raise ValueError(f"draft_model={self.folder!r}: {error}") from error

@@ -20,10 +20,11 @@ from nanoinfer.attention.cache_layout import (
     usual_block_size,
     usual_step,
 )
-from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, Draft, dtype_name
+from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, ranged, short
+from nanoinfer.draft import Draft
 from nanoinfer.drafting.drafter import Drafter
-from nanoinfer.drafting.options import MOST_GUESSES, check_speculating, check_speculation
+from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, check_speculation
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -101,9 +102,10 @@ class Config:
     max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
-        one of its prompt, was last like its end. No guess changes a result. "draft": draft_model makes guesses. "auto":
-        one of the two does, only where that should be faster. A Drafter makes guesses of its own. None: there are none,
-        as in models whose layers keep a state
+        one of its prompt, was last like its end. No guess changes a result. "draft": draft_model makes guesses. "mtp":
+        the checkpoint's own head does that predicts further tokens. "auto": draft_model makes guesses, or without one
+        "suffix" does, only where that should be faster. A Drafter makes guesses of its own. None: there are none, as in
+        models whose layers keep a state
     draft_model: a folder or a Hub id: a small model of the same vocabulary, which guesses if speculation is "draft" or
         "auto". Its keys lie in the KV cache, too. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
@@ -199,7 +201,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
-    draft: Draft | None = field(init=False, repr=False)  # what draft_model holds
+    draft: Draft | None = field(init=False, repr=False)  # what guesses by weights of its own
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_config: dict[str, Any] = field(init=False, repr=False)  # the checkpoint's file
@@ -278,6 +280,8 @@ class Config:
         if self.draft_model is not None:
             own = model, self.tokenizer or self.model
             self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)
+        elif self.speculation == MTP:
+            self.draft = Draft.of_head(self.model, model, self.is_loaded)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
@@ -304,7 +308,7 @@ class Config:
 
     @property
     def models(self) -> list[Description]:
-        """The models whose keys lie in the KV cache: the LLM's, then its draft model."""
+        """The models whose keys lie in the KV cache: the LLM's, then its draft."""
         return [self.description, *([] if self.draft is None else [self.draft.description])]
 
     @property

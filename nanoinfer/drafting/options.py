@@ -9,20 +9,17 @@ from nanoinfer.checks import check_choice, short
 from nanoinfer.drafting.drafter import Drafter
 
 AUTO, DRAFT = "auto", "draft"  # of `speculation`, which may have a draft model, and must have one
-KINDS = [AUTO, "suffix", DRAFT]
-COMING = ("mtp",)  # named by others, and by those who ask
+MTP = "mtp"  # the model's own prediction head guesses: multi-token prediction
+KINDS = [AUTO, "suffix", DRAFT, MTP]
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 
 
 def check_speculation(value: Any, draft_model: Any, replicas: str | None = None) -> str | Drafter | None:
-    """Return "auto", "suffix", "draft", a Drafter or None; raises ValueError for anything else.
+    """Return "auto", "suffix", "draft", "mtp", a Drafter or None; raises ValueError for anything else.
 
     draft_model: the option, which "draft" needs, and "auto" takes
     replicas: the option that asks for them, if there are some, which get copies of a Drafter
     """
-    if isinstance(value, str) and value in COMING:
-        names = " or ".join(map(repr, KINDS))
-        raise ValueError(f"speculation={value!r}: nanoinfer has no such drafter yet; {names} guesses")
     is_drafter = value is None or callable(getattr(value, "propose", None))
     if isinstance(value, type) and is_drafter:
         raise ValueError(f"speculation={short(value)}: must be an object of this class: {value.__name__}(...)")
@@ -75,4 +72,8 @@ def check_speculating(
     if draft_model is not None and sees:
         raise ValueError(
             f"draft_model={short(draft_model)}: must be left out, or images=False set: a draft model sees no images"
+        )
+    if speculation == MTP and sees:
+        raise ValueError(
+            f"speculation={MTP!r}: must be left out, or images=False set: a prediction head sees no images"
         )

@@ -34,7 +34,8 @@ def _make_speculation(config: Config, ranks: Ranks) -> Speculation:
     times = ranks.call("time_steps")
     may_decline = config.speculation == "auto"
     budget = Budget(ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
-    return Speculation(budget, config.max_guesses, config.draft is not None)
+    has_draft_model = config.draft is not None and not config.draft.is_head
+    return Speculation(budget, config.max_guesses, has_draft_model)
 
 
 def _make_tier(ranks: Ranks) -> MakeTier | None:

@@ -132,6 +132,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
     tokens = seq.token_ids[chunk.start : chunk.end]
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
+    message.next_token = seq.token_ids[chunk.end] if chunk.end < len(seq) else None
     message.adapter = seq.adapter
     message.text_lens = seq.text_lens
     if seq.media is not None:
@@ -142,7 +143,6 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
         message.num_logprobs = seq.params.prompt_logprobs
         message.temperature = seq.temperature
         message.num_unscored = max(0, seq.first_logits - chunk.start)
-        message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]
     return message
 
 

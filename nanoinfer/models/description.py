@@ -76,6 +76,7 @@ class ModuleNames:
     expert_latents: the projections of MoEConfig.latent_size: to it, and back
     flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
     are_of_halves: each two layers are one in the checkpoint
+    first: the number that the checkpoint gives to the first layer
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -108,10 +109,11 @@ class ModuleNames:
     expert_latents: tuple[str, str] = ("", "")
     flat_experts: tuple[str, ...] = ()
     are_of_halves: bool = False
+    first: int = 0
 
     def prefix(self, layer: int) -> str:
         """Return how the names of a layer's tensors begin."""
-        return f"model.layers.{layer // 2 if self.are_of_halves else layer}."
+        return f"model.layers.{self.first + (layer // 2 if self.are_of_halves else layer)}."
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,9 @@ class Description:
     is_multimodal: the checkpoint holds other models beside this one
     has_tower: of these, nanoinfer runs the one for images; it does not read the others
     hears: that one is for audio
-    skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
+    skipped: how the names of other tensors begin that checkpoints may hold and the model does not read
+    prediction_layer: the number of the layer among these that predicts the token after the next one, as
+        models/prediction_head.py has it; None: nanoinfer knows of none
     labels: how many scores a text gets, in place of logits behind each token; 0: not even scores; None: logits
     """
 
@@ -295,6 +299,7 @@ class Description:
     has_tower: bool = False
     hears: bool = False
     skipped: tuple[str, ...] = ()
+    prediction_layer: int | None = None
     labels: int | None = None
     spelling: Spelling = AS_STORED
     formats: Formats = PLAIN_FORMATS

@@ -137,3 +137,12 @@ def guessing_layers(config: PretrainedConfig, count: int | None) -> tuple[str, .
     """Return how the names of the layers begin that guess further tokens: so many, which follow the model's own."""
     first = config.num_hidden_layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))
+
+
+def predicting_layers(config: PretrainedConfig, count: int | None) -> dict[str, Any]:
+    """Return the fields of a Description of which so many layers behind the model's own predict further tokens.
+
+    Each is a prediction head, of which nanoinfer runs the first.
+    """
+    first = config.num_hidden_layers if count else None
+    return {"skipped": guessing_layers(config, count), "prediction_layer": first}

@@ -105,6 +105,12 @@ def _cache(config: Config, memory: MemoryPlan) -> str:
     return f"KV cache of {memory.tokens:,} tokens{'' if kept == 'auto' else f' in {kept}'}{each}"
 
 
+def _drafts(config: Config) -> str:
+    if config.draft is None:
+        return ""
+    return "guesses by its own head" if config.draft.is_head else f"draft by {name_of(config.draft.folder)}"
+
+
 def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
     """Say what has started: model, device, formats, images, processes, cache. hardware: what each rank computes with"""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
@@ -114,7 +120,7 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         _numbers(config),
         config.attention_backend,
         ("hears audio" if config.description.hears else "sees images") if config.sees else "",
-        "" if config.draft is None else f"draft by {name_of(config.draft.folder)}",
+        _drafts(config),
         " of ".join(processes),
         "" if config.description.is_encoder else _cache(config, memory),
     ]

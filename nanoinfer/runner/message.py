@@ -38,7 +38,7 @@ class ChunkMessage:
     num_logprobs: int | None = None  # the request's prompt_logprobs, for the prompt's tokens that follow these
     temperature: float = 1.0  # for prompt_logprobs, where these are processed
     num_unscored: int = 0  # for prompt_logprobs: behind this many first tokens of the chunk, none is computed
-    next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
+    next_token: int | None = None  # the token behind this chunk, if the prompt goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
     media: ChunkMedia | None = None

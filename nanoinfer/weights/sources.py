@@ -127,6 +127,11 @@ class FileSource:
         """The types of the numbers that the files hold, as files name them, in tensors that `names` knows."""
         return {tensor.get_dtype() for _, tensor, _ in self._tensors()}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the files hold no tensor that `names` knows."""
+        return next(self._tensors(), None) is None
+
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
         found = {name: tensor for name, tensor, _ in self._tensors() if name in (head, embedding)}

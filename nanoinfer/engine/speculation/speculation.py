@@ -13,10 +13,10 @@ from nanoinfer.engine.step import Chunk, DecodeStep, Step
 class Speculation:
     """What a Scheduler asks about guesses. budget: the places for them that pay"""
 
-    def __init__(self, budget: Budget, max_guesses: int, has_draft: bool = False) -> None:
-        """max_guesses: of a sequence, in a step; has_draft: a draft model makes them"""
+    def __init__(self, budget: Budget, max_guesses: int, has_draft_model: bool = False) -> None:
+        """max_guesses: of a sequence, in a step; has_draft_model: one makes them"""
         self.budget = budget
-        self._max_guesses, self._has_draft = max_guesses, has_draft
+        self._max_guesses, self._has_draft_model = max_guesses, has_draft_model
 
     def reach(self, guesses: int) -> int:
         """Return how many tokens a step with places for so many guesses may give a sequence."""
@@ -39,7 +39,7 @@ class Speculation:
         others only where a plain step came since the last one that verifies. At most one step is in flight.
         """
         lacking: list[Chunk] = []
-        for seq in decoding if self._has_draft else ():
+        for seq in decoding if self._has_draft_model else ():
             if guesses == 0 and seq.drafted is None:
                 seq.drafted = max(0, len(seq) - 2)
             elif guesses and seq.drafted is not None:

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.context import Context, GroupContext, Guesses
+from nanoinfer.attention.context import Guesses
 from nanoinfer.config import Config
 from nanoinfer.kernels.drafting.draft import DraftedRows, last_two_tokens, next_tokens
 from nanoinfer.kernels.drafting.gather import RowColumns
-from nanoinfer.kernels.rows import locate_rows
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.layers.sampler import Sampler
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.drafting.draft_weights import DraftWeights
+from nanoinfer.runner.drafting.draft_layers import DraftLayers
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage
@@ -25,7 +25,7 @@ from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
 
 class DraftSteps:
-    """The Proposer that runs a draft model. Its keys lie in the same blocks as the model's, or in a group of its own.
+    """The Proposer that runs a draft model.
 
     A guess is drawn as the model's own token will be, by the row's temperature and by the noise of its position. So it
     holds more often than one drawn by other noise: always, if the logits are equal.
@@ -46,25 +46,18 @@ class DraftSteps:
     ) -> None:
         assert config.draft is not None
         assert holdings.draft is not None
-        self._weights: DraftWeights = holdings.draft
+        assert isinstance(holdings.draft.model, CausalLM)
+        self._model, self._backend = holdings.draft.model, holdings.draft.backend
         self._batch, self._rows, self._texts, self._holdings = batch, rows, texts, holdings
-        self._first_layer, self._most = config.draft.layers.start, config.max_guesses
-        groups = config.cache_layout.groups
-        self._groups = [
-            next(number for number, group in enumerate(groups) if group.pages == own.pages)
-            for own in config.cache_layout.part(config.draft.layers).groups
-        ]
+        self._layers = DraftLayers(config, batch, rows, holdings)
         self._heads = config.draft.description.num_heads // tp.size
         self._ones = torch.ones_like(rows.ends)
-        self._longest, self._at_once = config.max_model_len, config.max_num_batched_tokens
-        self._skips_empty = config.is_plain_cpu
-        self._sampler = Sampler(self._weights.model.first_id, tp)
+        self._at_once = config.max_num_batched_tokens
+        self._sampler = Sampler(self._model.first_id, tp)
 
     def prefill(self, prompts: PrefillInputs) -> None:
         """Compute the keys of chunks of prompts."""
-        context = prompts.context
-        groups = [replace(context.groups[number], plan=None) for number in self._groups]  # the model's has its layers
-        self._weights.model(prompts.token_ids, replace(context, layers=self._layers, groups=groups))
+        self._model(prompts.token_ids, self._layers.beside(prompts.context))
 
     def catch_up(self, chunks: list[ChunkMessage]) -> None:
         """Compute the keys of tokens that plain steps have brought."""
@@ -76,9 +69,7 @@ class DraftSteps:
         batch, columns = self._batch, self._rows
         of_batch = batch.last_tokens, batch.positions, columns.ends
         rows = DraftedRows(*(column[:num_rows] for column in of_batch))
-        depth = min(self._most, -(-guesses // num_rows))
-        if self._skips_empty:  # then a step has no more guesses than limits allow
-            depth = min(depth, max(1, int(columns.limits[:num_rows].max())))
+        depth = self._layers.depth(num_rows, guesses)
         tokens, positions, row_of = last_two_tokens(rows, self._texts.tokens, columns.texts[:num_rows])
         # To the backend a row's last token is a guess behind the one before, so that their keys are read once for both.
         pairs = Guesses(row_of, row_of[:num_rows], self._ones[:num_rows], 1, self._heads)
@@ -95,7 +86,7 @@ class DraftSteps:
 
         own: what each token has of its row; pairs: as for Context.guesses
         """
-        if not self._skips_empty:
+        if not self._layers.skips_empty:
             return self._draw_all(tokens, positions, own, first, pairs)
         filled = (positions >= 0).nonzero()[:, 0]
         drawn = torch.full_like(tokens[first:], NO_TOKEN)
@@ -108,26 +99,12 @@ class DraftSteps:
     def _draw_all(
         self, tokens: Tensor, positions: Tensor, own: RowColumns, first: int, pairs: Guesses | None = None
     ) -> Tensor:
-        context = self._context(positions, own)
+        context = self._layers.at(positions, own)
         context.guesses = pairs
-        self._weights.backend.prepare_decode(context)
-        hidden = self._weights.model(tokens, context)
-        logits = self._weights.model.compute_logits(hidden[first:])
+        self._backend.prepare_decode(context)
+        hidden = self._model(tokens, context)
+        logits = self._model.compute_logits(hidden[first:])
         return self._sampler(logits, own.temperatures[first:], own.seeds[first:], context.context_lens[first:])
-
-    def _context(self, positions: Tensor, own: RowColumns) -> Context:
-        """Locate tokens; own: as for _draw"""
-        tables, groups = self._batch.divide(own.block_tables), []
-        for number in self._groups:
-            slots, context_lens, _ = locate_rows(positions, tables[number], self._batch.block_sizes[number])
-            groups.append(GroupContext(slots, tables[number]))
-        return Context(self._layers, groups, positions, context_lens, self._longest)
-
-    @property
-    def _layers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """The draft model's layers of the KV cache that there is now, by its own numbers."""
-        first = self._first_layer
-        return {layer - first: pages for layer, pages in self._holdings.kv_cache.layers.items() if layer >= first}
 
 
 def _cut(chunks: list[ChunkMessage], most: int) -> Iterator[list[ChunkMessage]]:

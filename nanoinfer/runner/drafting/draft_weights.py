@@ -1,4 +1,4 @@
-"""DraftWeights: one rank's share of a draft model."""
+"""DraftWeights: one rank's share of a draft."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import Any
 import torch
 
 from nanoinfer.attention import make_backend
-from nanoinfer.checkpoint import Draft
 from nanoinfer.config import Config
+from nanoinfer.draft import Draft
 from nanoinfer.models import build
+from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.prediction_head import PredictionHead
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.bar import MakeBar, no_bar
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.weight_writer import WeightWriter
-from nanoinfer.weights.sources import FileSource, RandomSource, Source
+from nanoinfer.weights.sources import RandomSource, Source
 
 
 class DraftWeights:
-    """A draft model, split over the ranks as the model is, so that all ranks know the same guesses.
+    """A draft, split over the ranks as the model is, so that all ranks know the same guesses.
 
-    model: built, and not filled
+    model: a draft model, or a prediction head; built, and not filled
     backend: its own, for the part of the KV cache that it has. It need not add up in order, as guesses change nothing
     num_bytes: its parameters and tables take this much
     """
+
+    model: CausalLM | PredictionHead
 
     def __init__(
         self,
@@ -40,8 +44,8 @@ class DraftWeights:
         latent_heads = draft.description.latent_heads(tp.size)
         self.backend = make_backend(config.attention_backend, layout, latent_heads=latent_heads)
         with device, default_dtype(config.torch_dtype), memory:
-            how = config.max_model_len, self.backend, tp, config.torch_head_dtype
-            self.model = build(draft.description, *how)
+            how = draft.description, config.max_model_len, self.backend, tp
+            self.model = PredictionHead(*how) if draft.is_head else build(*how, config.torch_head_dtype)
         self.num_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         self._writer = WeightWriter(self.model, None, tp, device)
 
@@ -49,6 +53,6 @@ class DraftWeights:
         """Fill the weights, for the first time or again; raises ValueError as Source.fill does. bar: as there"""
         source: Source = RandomSource(self._config.seed, self._device)
         if self._config.is_loaded:
-            source = FileSource(self._draft.folder, self._draft.description.beside, "draft_model")
+            source = self._draft.source()
         self._writer.fill(source, bar)
         self._writer.finish()

@@ -14,6 +14,7 @@ from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_steps import DraftSteps
+from nanoinfer.runner.drafting.head_steps import HeadSteps
 from nanoinfer.runner.drafting.proposer import OneForAll, Proposer, TextProposer
 from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
@@ -30,6 +31,7 @@ class Verifier:
     rows: what the batch's rows have beside other columns
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
     draft: of a draft model; None: there is none
+    head: of the model's prediction head; None: it makes no guesses
     skips_empty: whether the model runs over the places that are not empty alone
     packed: comes when a step has its guesses, before it runs the model; None on the CPU
     """
@@ -43,10 +45,12 @@ class Verifier:
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
         self.texts = Texts(tp.min(count, device), config.max_model_len, device)
-        self.draft = None
-        if config.draft is not None:
+        self.draft = self.head = None
+        if config.draft is not None and config.draft.is_head:
+            self.head = HeadSteps(config, tp, batch, self.rows, holdings)
+        elif config.draft is not None:
             self.draft = DraftSteps(config, tp, batch, self.rows, self.texts, holdings)
-        self._proposer: Proposer = self.draft or self._text_proposer(config.speculation, tp)
+        self._proposer: Proposer = self.draft or self.head or self._text_proposer(config.speculation, tp)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
@@ -133,3 +137,5 @@ class Verifier:
         columns = self.rows.texts, batch.last_tokens, batch.positions, self.rows.limits
         rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
         accept_guesses(drawn, places, rows, self.kept[:num_rows])
+        if self.head is not None:
+            self.head.accept(places, self.kept[:num_rows])

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.checkpoint import Draft
 from nanoinfer.config import Config
+from nanoinfer.draft import Draft
 from nanoinfer.media.tower.tower import TransformersTower
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
@@ -36,7 +36,7 @@ class Holdings:
     adapters: those beside the model; None: the LLM has none
     media: the embeddings of images and videos in prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
-    draft: the draft model's share; None: there is none
+    draft: this rank's share of the draft; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
     """

@@ -158,7 +158,7 @@ def shorten_on_cpu(config: Config) -> None:
 def graph_bytes(config: Config, sizes: Mapping[DecodeKind, Collection[int]]) -> int:
     """Return about how many bytes the graphs keep of steps of these sizes, by kind.
 
-    One that verifies has the layers of a draft model once for each guess. Those of few rows are captured twice.
+    One that verifies has the layers of a draft once for each guess. Those of few rows are captured twice.
     """
     drafted = 0 if config.draft is None else config.max_guesses * len(config.draft.layers)
     verifying = 1 + drafted / config.description.num_layers
@@ -277,7 +277,7 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
 
 
 def _told_of_draft(config: Config, needed: int) -> str:
-    """Say how many bytes of those that a sequence needs a draft model takes, if there is one."""
+    """Say how many bytes of those that a sequence needs a draft takes, if there is one."""
     if config.draft is None:
         return ""
     numbers = [
@@ -289,4 +289,4 @@ def _told_of_draft(config: Config, needed: int) -> str:
         for model in config.models
     ]
     taken = needed * numbers[-1] / sum(numbers)
-    return f", draft_model={short(config.draft.folder)} takes {taken / 2**20:,.0f} MiB"
+    return f", {config.draft.option} takes {taken / 2**20:,.0f} MiB"

@@ -14,6 +14,7 @@ from nanoinfer.kernels.drafting.gather import RowColumns
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.head_steps import HeadSteps
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import StepLines
@@ -88,6 +89,11 @@ class Steps:
         return self.holdings.kv_cache
 
     @property
+    def _head(self) -> HeadSteps | None:
+        """What the model's prediction head computes, if it makes guesses."""
+        return None if self.verifier is None else self.verifier.head
+
+    @property
     def states(self) -> StatePool | None:
         """This rank's states, if layers have some."""
         return self.holdings.states if self.kv_cache.layout.states else None
@@ -111,6 +117,8 @@ class Steps:
         hidden = self._run_chunks(message.chunks, prompts)
         if self.verifier is not None and self.verifier.draft is not None:
             self.verifier.draft.prefill(prompts)
+        if self._head is not None:
+            self._head.prefill(prompts, message.chunks, hidden)
         extras = self.extras(message.num_tokens)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 
@@ -127,6 +135,8 @@ class Steps:
             return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
         rows = self.batch.join(prompts)  # first: the table counts them, and so forgets what an interrupt leaves of them
+        if self._head is not None:
+            self._head.join(rows, hidden[prompts.last_indices])
         for row, join in enumerate(message.joins, rows.start):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
@@ -134,22 +144,31 @@ class Steps:
 
     def forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> None:
         """Run the model over the first rows' last tokens, and over guesses behind these, all of it on the device."""
-        batch, verifier = self.batch, self.verifier
+        batch, verifier, head = self.batch, self.verifier, self._head
         if verifier is not None:
             verifier.note(num_rows)
         if kind.guesses == 0:
+            if head is not None:
+                head.remember_last(num_rows)
             own = batch.columns.at(slice(num_rows))
-            self._decode(batch.last_tokens[:num_rows], batch.positions[:num_rows], own, kind, max_context_len)
+            tokens, positions = batch.last_tokens[:num_rows], batch.positions[:num_rows]
+            hidden = self._decode(tokens, positions, own, kind, max_context_len)
+            if head is not None:
+                head.keep(hidden)
             return
         assert verifier is not None
         places = verifier.propose(num_rows, kind.guesses)
         tokens, positions, own = places.tokens, places.positions, batch.gather(places.row_of)
         if not verifier.skips_empty:
-            self._decode(tokens, positions, own, kind, max_context_len, verifier.tell(places))
+            hidden = self._decode(tokens, positions, own, kind, max_context_len, verifier.tell(places))
+            if head is not None:
+                head.see(places, hidden)
         elif len(filled := (positions >= 0).nonzero()[:, 0]):
-            self._decode(tokens[filled], positions[filled], own.at(filled), kind, max_context_len)
+            hidden = self._decode(tokens[filled], positions[filled], own.at(filled), kind, max_context_len)
             if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
                 self.logits[filled] = self.logits[: len(filled)].clone()
+            if head is not None:
+                head.see(places, hidden, filled)
 
     def _decode(
         self,
@@ -159,14 +178,18 @@ class Steps:
         kind: DecodeKind,
         max_context_len: int,
         guesses: Guesses | None = None,
-    ) -> None:
-        """Compute the logits behind a token each of rows, or of places; own: what they have of their rows."""
+    ) -> Tensor:
+        """Compute the logits behind a token each of rows, or of places; returns the hidden states.
+
+        own: what they have of their rows
+        """
         states = None if kind.guesses else self.states
         context = self.batch.context(positions, own, self.kv_cache, states, max_context_len)
         context.guesses, context.prefixes = guesses, self.batch.prefixes if kind.shares else None
         adapters = own.adapters if kind.has_adapters else None
         hidden = self._run_rows(token_ids, context, adapters)
         self._logits(hidden, adapters, self.logits[: len(token_ids)])
+        return hidden
 
     def launched(self, num_rows: int, size: int, kind: DecodeKind) -> Launched:
         """Return the step whose model `forward` has run over so many rows. size: the empty ones too"""

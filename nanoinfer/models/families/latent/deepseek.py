@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.models.description import Description, ModuleNames, MoEConfig
 from nanoinfer.models.experts import read_corrected_experts, read_groups, read_shared_experts, sparse_from
 from nanoinfer.models.latent import describe_latent
-from nanoinfer.models.reading import guessing_layers
+from nanoinfer.models.reading import predicting_layers
 from nanoinfer.models.settings import count_of, refuse
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def describe_corrected(config: PretrainedConfig, sparse: tuple[bool, ...]) -> De
         names=NAMES,
         o_bias=config.attention_bias,
         experts=read_corrected_experts(config, sparse),
-        skipped=guessing_layers(config, guesses and count_of(config, "num_nextn_predict_layers")),
+        **predicting_layers(config, guesses and count_of(config, "num_nextn_predict_layers")),
     )
 
 

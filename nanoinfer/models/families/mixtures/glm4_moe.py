@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description, ModuleNames
 from nanoinfer.models.experts import read_corrected_experts, sparse_from
-from nanoinfer.models.reading import describe_common, guessing_layers, read_windows, refuse_windows
+from nanoinfer.models.reading import describe_common, predicting_layers, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
 from nanoinfer.models.settings import count_of
 
@@ -25,7 +25,7 @@ def describe(config: PretrainedConfig) -> Description:
         config,
         sparse_from(config, "first_k_dense_replace"),
         qk_norm="head" if config.use_qk_norm else None,
-        skipped=guessing_layers(config, config.num_mtp_layers and count_of(config, "num_nextn_predict_layers")),
+        **predicting_layers(config, config.num_mtp_layers and count_of(config, "num_nextn_predict_layers")),
     )
 
 
