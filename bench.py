@@ -270,7 +270,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
-    drafters = ["auto", "suffix", "draft", "successors"]
+    drafters = ["auto", "suffix", "draft", "mtp", "successors"]
     what = "what guesses tokens; successors: what follows in the texts of repeat and rollouts (default: nothing)"
     parser.add_argument("--speculation", choices=drafters, help=what)
     parser.add_argument(

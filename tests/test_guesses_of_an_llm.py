@@ -369,13 +369,10 @@ def test_a_drafter_that_fails_ends_all_ranks_at_once() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (
-            {"speculation": "mtp"},
-            "speculation='mtp': nanoinfer has no such drafter yet; 'auto' or 'suffix' or 'draft' guesses",
-        ),
+        ({"speculation": "mtp"}, "speculation='mtp': must be left out for this model: its config names no layer that"),
         (
             {"speculation": "ngram"},
-            "speculation='ngram': must be one of 'auto', 'suffix', 'draft', None, or an object with",
+            "speculation='ngram': must be one of 'auto', 'suffix', 'draft', 'mtp', None, or an object with",
         ),
         ({"speculation": 3}, "speculation=3: must be one of"),
         ({"speculation": Moody}, r"speculation=<class '.*Moody'>: must be an object of this class: Moody\(\.\.\.\)"),
@@ -387,7 +384,7 @@ def test_a_drafter_that_fails_ends_all_ranks_at_once() -> None:
         ({"max_guesses": 16}, "max_guesses=16: must be an integer from 1 to 15"),
         (
             {"speculative_config": {"method": "eagle3"}},
-            r"speculative_config=.*: its method must be 'ngram', 'suffix' or",
+            r"speculative_config=.*: its method must be 'ngram', 'suffix', 'mtp' or",
         ),
         ({"speculative_config": "suffix"}, "speculative_config='suffix': must be a mapping"),
     ],

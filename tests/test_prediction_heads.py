@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 from cases import CASES, build
 from cases.heads import HEADS, Head, build_with_head
-from conftest import assert_equal, greedy, of_each_kind, whole_only
+from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_guesses_of_an_llm import PARAMS, PROMPTS, SOME, SPREAD, assert_counts, run
 from torch import Tensor
@@ -21,10 +20,13 @@ from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
+from nanoinfer.drafting.options import check_speculating
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.runner.drafting.head_steps import HeadSteps
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 60}
+COUNTS = "num_accepted_tokens", "num_proposed_tokens"
+NAMES_NONE = r"^speculation='mtp': must be left out for this model: its config names no layer that predicts"
 Drawn = tuple[int, int, Tensor]  # behind a position: its next token, and the head's hidden state
 
 
@@ -82,9 +84,7 @@ def test_guesses_are_what_the_definition_says(
         assert output.num_cached_tokens == 32
 
 
-def test_plain_steps_keep_its_keys(
-    rounds: list[list[Drawn]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_steps_keep_its_keys(rounds: list[list[Drawn]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes the keys of their tokens, too, so that it need not catch up."""
     choose, steps = Budget.choose, iter(range(10**9))
 
@@ -141,3 +141,113 @@ def test_results_are_those_without(spread: str, folder: str, expected: list[Requ
         assert llm.stats().num_accepted_tokens > 0.2 * llm.stats().num_proposed_tokens > 0
         assert spread != "tight" or llm.engine.scheduler.num_preemptions > 0
         assert_equal(run(llm, PROMPTS[SOME], PARAMS[SOME]), expected[SOME])  # their prompts are cached now
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU; the last test has its graphs")
+@pytest.mark.parametrize("name", of_each_kind(["glm4moe", "deepseek-v3"], 0))
+def test_empty_places_change_nothing(name: str, tmp_path: Path) -> None:
+    """Where kernels are interpreted, steps have all places, as a GPU's graphs have. One row ends before the other."""
+    case = HEADS[name]
+    build_with_head(replace(case, settings={**case.settings, "num_hidden_layers": 2}), tmp_path, agrees=True)
+    shape = {**SMALL, "max_model_len": 32, "num_kvcache_blocks": 20, "max_num_seqs": 2}
+    params = [SamplingParams(temperature=0.8 * i, max_tokens=3 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
+    outputs, prompts = [], [[5, 6, 7], [8, 9]]
+    for options in ({}, {"attention_backend": "triton", "speculation": "mtp", "max_guesses": 2}):
+        with LLM(str(tmp_path), **{**shape, **options}) as llm:
+            outputs.append(run(llm, prompts, params))
+    assert_equal(outputs[1], outputs[0])
+    assert all(output.num_accepted_tokens for output in outputs[1])
+
+
+def share_that_holds(llm: LLM) -> float:
+    """Return which share of guesses holds; texts end where they may be longer, or at a token."""
+    before = llm.stats()
+    run(llm, PROMPTS[:6], [SamplingParams(temperature=0.3 * (i % 3), seed=i, max_tokens=30) for i in range(6)])
+    after = llm.stats()
+    held, proposed = (getattr(after, name) - getattr(before, name) for name in COUNTS)
+    return held / proposed
+
+
+def test_it_sleeps_and_keeps_its_weights(folder: str) -> None:
+    with make(folder, **MTP) as llm:
+        share = share_that_holds(llm)
+        assert share > 0.6
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert share_that_holds(llm) == pytest.approx(share, abs=0.1)
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(folder)
+        assert share_that_holds(llm) == pytest.approx(share, abs=0.1)
+
+
+def test_bits_are_those_without_if_sums_have_one_order(folder: str) -> None:
+    prompts, params = PROMPTS[12:15], [replace(own, max_tokens=8) for own in PARAMS[12:15]]
+    results = []
+    for options in ({}, MTP):
+        with make(folder, deterministic=True, **options) as llm:
+            outputs = run(llm, prompts, params)
+            results.append([(sample.token_ids, sample.logprobs) for output in outputs for sample in output.samples])
+    assert results[0] == results[1]
+
+
+def test_the_memory_counts_it(folder: str, plain: LLM) -> None:
+    """Its layer is one more than the model's four."""
+    with make(folder, **MTP) as llm:
+        assert llm.memory.block_bytes == plain.memory.block_bytes * 5 / 4
+        assert llm.memory.used > plain.memory.used
+
+
+@pytest.mark.parametrize("name", of_each_kind(["glm4moe", "deepseek-v3"], 0))
+def test_models_without_a_head_say_so(name: str, tmp_path: Path, make_qwen3: Callable[..., str]) -> None:
+    """Some configs name none, and some files lack what their config names."""
+    with pytest.raises(ValueError, match=NAMES_NONE):
+        Config(make_qwen3(), speculation="mtp")
+    case = HEADS[name]
+    build(replace(case, settings={**case.settings, "num_nextn_predict_layers": 0}), tmp_path / "none")
+    with pytest.raises(ValueError, match=NAMES_NONE):
+        Config(str(tmp_path / "none"), speculation="mtp")
+    build(case, tmp_path / "lost")
+    with pytest.raises(ValueError, match=r"^speculation='mtp': .* prediction head, model\.layers\.4\.\*: transformers"):
+        Config(str(tmp_path / "lost"), speculation="mtp")
+    assert Config(str(tmp_path / "lost"), speculation="mtp", load_format="dummy").draft is not None
+
+
+def test_a_head_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    build_with_head(HEADS["glm4moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.4.eh_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"does not fit the model: missing: model\.layers\.4\.eh_proj\.weight"):
+        LLM(str(tmp_path), **SMALL, **MTP)
+    LLM(str(tmp_path), **SMALL).close()
+
+
+def test_models_that_keep_states_and_llms_that_see_have_none(tmp_path: Path) -> None:
+    build(CASES["lfm2"], tmp_path)
+    with pytest.raises(ValueError, match=r"^speculation='mtp': must be left out .*: some of its layers keep"):
+        Config(str(tmp_path), speculation="mtp")
+    with pytest.raises(ValueError, match=r"^speculation='mtp': must be left out, or images=False set: a prediction"):
+        check_speculating("mtp", None, generates=True, has_states=False, sees=True)
+
+
+def test_vllms_names_work(folder: str) -> None:
+    with make(folder, speculative_config={"method": "mtp", "num_speculative_tokens": 1}) as llm:
+        assert (llm.config.speculation, llm.config.max_guesses) == ("mtp", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"enforce_eager": True}, {"deterministic": True}], ids=repr
+)
+def test_a_gpu_gives_the_same_tokens(options: dict[str, Any], folder: str) -> None:
+    """Rows come and go, so that graphs have empty rows."""
+    params = [SamplingParams(temperature=0.4 * (i % 3), seed=i, max_tokens=8 + 5 * (i % 17)) for i in range(40)]
+    prompts, texts = [PROMPTS[i % 6] for i in range(40)], []
+    for own in ({}, MTP):
+        with make(folder, **{"device": "cuda", **options, **own}) as llm:
+            texts.append([output.token_ids for output in run(llm, prompts, params)])
+            held, proposed = (getattr(llm.stats(), name) for name in COUNTS)
+    assert held > 0.6 * proposed > 180
+    if options.get("dtype") != "bfloat16":
+        assert texts[0] == texts[1]

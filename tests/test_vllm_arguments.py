@@ -303,7 +303,7 @@ class TestOptions:
             ({"speculative_model": "a"}, r"must be None or empty: write LLM\(speculation=...\)"),
             (
                 {"speculative_config": {"method": "eagle"}},
-                "its method must be 'ngram', 'suffix' or 'draft_model': nano",
+                "its method must be 'ngram', 'suffix', 'mtp' or 'draft_model': nano",
             ),
         ],
         ids=repr,

@@ -59,7 +59,7 @@ DEEPSEEK_V2 = {
 GLM_LITE = {
     **MLA, "model_type": "glm4_moe_lite", "max_position_embeddings": 202752, "q_lora_rank": 768,
     "qk_nope_head_dim": 192, "v_head_dim": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
-    "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 NEMOTRON_3 = {
     "model_type": "nemotron_h", "max_position_embeddings": 262144, "layer_norm_epsilon": 1e-5,

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cases import CASES
-from cases.case import Case, build, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from cases import CASES
+from cases.case import Case, build, save
 
 SMALL = 0.003  # a factor of what layers add to the stream
 ADDED = ("o_proj.weight", "down_proj.weight", "experts.down_proj")  # the ends of the names of what they add by

@@ -13,6 +13,7 @@ Spelling = Callable[[Any, Options], Options]
 
 POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
 DRAFT_MODEL = "draft_model"  # a method of its speculative_config
+HEADS = "mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"  # others, of which the last ones are older
 SAMPLING = "do_sample_frames"  # of a processor's arguments, for videos, whose frames are all taken
 
 
@@ -68,12 +69,14 @@ def _speculate(config: Any, beside: Options) -> Options:
         return {}
     model, count = config.get("model"), config.get("num_speculative_tokens")
     method = config.get("method", None if model is None else "ngram" if model == "[ngram]" else DRAFT_MODEL)
-    if method not in ("ngram", "suffix", DRAFT_MODEL):
+    if method not in ("ngram", "suffix", DRAFT_MODEL, *HEADS):
         raise ValueError(
-            f"{name}={short(config)}: its method must be 'ngram', 'suffix' or {DRAFT_MODEL!r}: nanoinfer guesses from"
-            " earlier text, or by a small model; see LLM(speculation=...)"
+            f"{name}={short(config)}: its method must be 'ngram', 'suffix', 'mtp' or {DRAFT_MODEL!r}: nanoinfer guesses"
+            " from earlier text, by the model's own head, or by a small model; see LLM(speculation=...)"
         )
     ours = {"speculation": "draft", "draft_model": model} if method == DRAFT_MODEL else {"speculation": "suffix"}
+    if method in HEADS:
+        ours = {"speculation": "mtp"}
     return ours | ({} if count is None else {"max_guesses": count})
 
 
