@@ -268,7 +268,7 @@ def test_graphs_verify_as_plain_steps_decode(options: dict[str, Any], make_llm: 
 def test_a_drafter_hears_what_its_guesses_must_be(change: Callable[..., Any], told: str, make_llm: MakeLLM) -> None:
     host = make_host(make_llm)
     host.join([0], [128])
-    proposer = host.runner.steps.verifier._proposer
+    proposer = host.runner.steps.verifier.proposer
     drafter = proposer._drafter
     proposer._drafter = SimpleNamespace(propose=lambda *args: change(*drafter.propose(*args)))
     with pytest.raises(ValueError, match=f"^speculation: SimpleNamespace.propose must return {told}"):
@@ -281,10 +281,10 @@ def test_a_row_that_guesses_right_has_twice_as_many_guesses_next(make_llm: MakeL
     assert host.verify(8) == [(3, 2), (3, 2)]
     assert host.verify(8) == [(5, 4), (5, 4)]
     assert host.verify(5) == [(4, 3), (3, 2)]  # the places suffice for no more
-    host.runner.steps.verifier._proposer._drafter.mode = "right, then wrong"
+    host.runner.steps.verifier.proposer._drafter.mode = "right, then wrong"
     assert host.verify(8) == [(3, 4), (3, 4)]
     assert host.verify(8) == [(3, 3), (3, 3)]
-    host.runner.steps.verifier._proposer._drafter.mode = "wrong"
+    host.runner.steps.verifier.proposer._drafter.mode = "wrong"
     assert host.verify(8) == [(1, 3), (1, 3)]
     assert host.verify(8) == [(1, 1), (1, 1)]
 
@@ -317,7 +317,7 @@ def test_rows_that_want_more_are_drawn_again_behind_each_guess(backend: str, mak
         plain.plain()
     host = make_host(make_llm, attention_backend=backend)
     for slot, own in zip(slots, plain.tokens, strict=True):
-        host.runner.steps.verifier._proposer._drafter.texts[slot] = PROMPTS[slot] + own
+        host.runner.steps.verifier.proposer._drafter.texts[slot] = PROMPTS[slot] + own
     host.join(slots, [128] * 3, settings)
     told = []
     for _ in range(2):

@@ -17,6 +17,7 @@ from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_layers import DraftLayers
+from nanoinfer.runner.drafting.proposer import Proposer
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage
@@ -24,7 +25,7 @@ from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
 
-class DraftSteps:
+class DraftSteps(Proposer):
     """The Proposer that runs a draft model.
 
     A guess is drawn as the model's own token will be, by the row's temperature and by the noise of its position. So it
@@ -55,14 +56,17 @@ class DraftSteps:
         self._at_once = config.max_num_batched_tokens
         self._sampler = Sampler(self._model.first_id, tp)
 
-    def prefill(self, prompts: PrefillInputs) -> None:
+    def see_prompts(self, prompts: PrefillInputs, chunks: list[ChunkMessage], hidden: Tensor) -> None:
         """Compute the keys of chunks of prompts."""
+        self._prefill(prompts)
+
+    def _prefill(self, prompts: PrefillInputs) -> None:
         self._model(prompts.token_ids, self._layers.beside(prompts.context))
 
     def catch_up(self, chunks: list[ChunkMessage]) -> None:
         """Compute the keys of tokens that plain steps have brought."""
         for part in _cut(chunks, self._at_once):
-            self.prefill(PrefillInputs(part, [], self._holdings.kv_cache))
+            self._prefill(PrefillInputs(part, [], self._holdings.kv_cache))
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Draw guesses for each of the first rows, as many as there are places for each."""

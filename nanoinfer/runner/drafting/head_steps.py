@@ -18,6 +18,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.prediction_head import PredictionHead
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_layers import DraftLayers
+from nanoinfer.runner.drafting.proposer import Proposer
 from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.memory.holdings import Holdings
@@ -27,7 +28,7 @@ from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.transfer import upload
 
 
-class HeadSteps:
+class HeadSteps(Proposer):
     """The Proposer that runs a prediction head. A guess is drawn as by DraftSteps.
 
     The head's keys of position p need the hidden state there, and the token at p + 1. So between steps it has the keys
@@ -60,8 +61,8 @@ class HeadSteps:
         assert isinstance(model, Decoder)
         return model
 
-    def prefill(self, prompts: PrefillInputs, chunks: list[ChunkMessage], hidden: Tensor) -> None:
-        """Compute the keys of chunks of prompts; hidden: [tokens, hidden_size], what the model has made of them.
+    def see_prompts(self, prompts: PrefillInputs, chunks: list[ChunkMessage], hidden: Tensor) -> None:
+        """Compute the keys of chunks of prompts.
 
         Those of a prompt's last token are computed again once the next token is known.
         """
@@ -73,17 +74,13 @@ class HeadSteps:
         tokens = upload(following, hidden.device)
         self._head.remember(self._model.inputs(tokens, context), hidden, context)
 
-    def join(self, rows: slice, hidden: Tensor) -> None:
-        """Take the hidden states of the last tokens of prompts that are complete, whose next tokens are to be drawn."""
-        self._hidden[rows] = hidden
+    def see_joining(self, rows: slice, prompts: PrefillInputs, hidden: Tensor) -> None:
+        """Keep the hidden states of the prompts' last tokens, behind which the next ones are to be drawn."""
+        self._hidden[rows] = hidden[prompts.last_indices]
 
-    def remember_last(self, num_rows: int) -> None:
-        """Compute the keys of the last tokens but one of the first rows. Each plain step begins with it."""
+    def begin_plain(self, num_rows: int) -> None:
+        """Compute the keys of the rows' last tokens but one."""
         self._remember(*self._last(num_rows), self._batch.columns.at(slice(num_rows)))
-
-    def keep(self, hidden: Tensor) -> None:
-        """Keep the hidden states of a plain step, [rows, hidden_size]."""
-        self._hidden[: len(hidden)] = hidden
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Draw guesses for each of the first rows, as many as there are places for each."""
@@ -99,11 +96,12 @@ class HeadSteps:
             drawn.append(guess)
         return torch.stack(drawn, dim=1), torch.full_like(rows.positions, depth)
 
-    def see(self, places: Places, hidden: Tensor, filled: Tensor | None = None) -> None:
-        """Take the hidden states of a verifying step, and compute the keys of places whose next tokens were guessed.
+    def see_rows(self, hidden: Tensor) -> None:
+        """Keep the hidden states of a plain step."""
+        self._hidden[: len(hidden)] = hidden
 
-        hidden: [places, hidden_size]; filled: the numbers of the places that it is of; None: of all
-        """
+    def see_places(self, places: Places, hidden: Tensor, filled: Tensor | None) -> None:
+        """Keep the hidden states of a verifying step, and compute the keys of places whose next tokens were guessed."""
         count, num_rows = len(places.tokens), len(places.first)
         of_places = self._of_places[:count]
         of_places[slice(count) if filled is None else filled] = hidden
@@ -113,8 +111,8 @@ class HeadSteps:
         positions = places.positions.where(is_next & (places.positions >= 0), -1)
         self._remember(places.tokens[behind], positions, of_places, self._batch.gather(places.row_of))
 
-    def accept(self, places: Places, kept: Tensor) -> None:
-        """Keep the hidden state before the last token that each row has kept. kept: as for accept_guesses, which ran"""
+    def see_kept(self, places: Places, kept: Tensor) -> None:
+        """Keep the hidden state before the last token that each row has kept."""
         num_rows = len(places.first)
         held = (kept[:, :-1] != NOTHING).sum(dim=1) - 1  # guesses; -1: the row has no new token
         row = torch.arange(num_rows, device=kept.device)

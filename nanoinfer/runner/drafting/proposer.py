@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from nanoinfer.checks import short
 from nanoinfer.drafting.drafter import Drafter, RowTexts
+from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts
+from nanoinfer.runner.message import ChunkMessage
+from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
 MOST_SHOWN = 60  # characters of a value in an error message
 
 Form = tuple[torch.dtype, tuple[int, ...], torch.device]  # of a tensor
 
 
-class Proposer(Protocol):
-    """Proposes tokens that may follow the rows of a batch, all of it on the device."""
+class Proposer:
+    """Proposes tokens that may follow the rows of a batch, all of it on the device.
+
+    It may see all steps, and the model's hidden states, in the order in which these methods stand here. By default it
+    looks away.
+    """
+
+    def see_prompts(self, prompts: PrefillInputs, chunks: list[ChunkMessage], hidden: Tensor) -> None:
+        """See chunks of prompts, which the model has computed; hidden: [tokens, hidden_size]"""
+
+    def see_joining(self, rows: slice, prompts: PrefillInputs, hidden: Tensor) -> None:
+        """See which rows get the prompts that are complete. prompts, hidden: as for see_prompts"""
+
+    def catch_up(self, chunks: list[ChunkMessage]) -> None:
+        """See tokens that plain steps have brought, before a verifying step, if a draft model makes guesses."""
+
+    def begin_plain(self, num_rows: int) -> None:
+        """Begin a plain step of so many rows."""
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
-        """Return guesses for each of the first rows, [rows, n] int32, and how many there are, [rows] int32.
+        """Begin a verifying step: return guesses for its rows, [rows, n] int32, and how many each has, [rows] int32.
 
         guesses: the step has places for so many; n is at most the option max_guesses
         """
-        ...
+        raise NotImplementedError
+
+    def see_rows(self, hidden: Tensor) -> None:
+        """See a plain step, which the model has computed; hidden: [rows, hidden_size]"""
+
+    def see_places(self, places: Places, hidden: Tensor, filled: Tensor | None) -> None:
+        """See a verifying step, which the model has computed.
+
+        hidden: [places, hidden_size]; filled: the numbers of the places that it is of; None: of all
+        """
+
+    def see_kept(self, places: Places, kept: Tensor) -> None:
+        """See what a verifying step has kept. kept: as for accept_guesses, which has moved the rows on"""
 
 
-class TextProposer:
+class TextProposer(Proposer):
     """The Proposer that lets a Drafter read the rows' texts."""
 
     def __init__(self, drafter: Drafter, texts: Texts, rows: DraftingRows, most: int) -> None:
@@ -46,7 +75,7 @@ class TextProposer:
         return proposed, counts
 
 
-class OneForAll:
+class OneForAll(Proposer):
     """The Proposer of several ranks that guesses on rank 0 alone, and lets the others know.
 
     A user's Drafter may remember, or toss coins. Copies of it would soon guess otherwise, and ranks must verify alike.

@@ -30,8 +30,7 @@ class Verifier:
 
     rows: what the batch's rows have beside other columns
     kept: [rows, max_guesses + 2] int32, of the last verifying step: see accept_guesses
-    draft: of a draft model; None: there is none
-    head: of the model's prediction head; None: it makes no guesses
+    proposer: makes the guesses
     skips_empty: whether the model runs over the places that are not empty alone
     packed: comes when a step has its guesses, before it runs the model; None on the CPU
     """
@@ -45,17 +44,19 @@ class Verifier:
         self._most, self._vocab_size = config.max_guesses, config.description.vocab_size
         count = num_texts(config.max_num_seqs, config.max_model_len, total_bytes(device)) + config.remember_outputs
         self.texts = Texts(tp.min(count, device), config.max_model_len, device)
-        self.draft = self.head = None
-        if config.draft is not None and config.draft.is_head:
-            self.head = HeadSteps(config, tp, batch, self.rows, holdings)
-        elif config.draft is not None:
-            self.draft = DraftSteps(config, tp, batch, self.rows, self.texts, holdings)
-        self._proposer: Proposer = self.draft or self.head or self._text_proposer(config.speculation, tp)
+        self.proposer = self._make_proposer(config, tp, holdings)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
         most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
         self._places = Places.room(config.max_num_seqs, most, device)
         # "external": a graph that records it lets it come in each replay, for those outside.
         self.packed = torch.cuda.Event(external=True) if device.type == "cuda" else None
+
+    def _make_proposer(self, config: Config, tp: TensorParallel, holdings: Holdings) -> Proposer:
+        if config.draft is None:
+            return self._text_proposer(config.speculation, tp)
+        if config.draft.is_head:
+            return HeadSteps(config, tp, self._batch, self.rows, holdings)
+        return DraftSteps(config, tp, self._batch, self.rows, self.texts, holdings)
 
     def _text_proposer(self, asked: str | Drafter | None, tp: TensorParallel) -> Proposer:
         """Return the Proposer of the option `speculation`, which reads texts."""
@@ -69,8 +70,7 @@ class Verifier:
         """Take the texts of the sequences that join with a step, before it runs, or let a draft model catch up."""
         if isinstance(message, DecodeMessage):
             if message.lacking:
-                assert self.draft is not None
-                self.draft.catch_up(message.lacking)
+                self.proposer.catch_up(message.lacking)
             return
         joining = [join.drafting for join in message.joins if join.drafting is not None]
         assert len(joining) == len(message.joins)
@@ -80,16 +80,18 @@ class Verifier:
         if message.members:
             self.texts.regroup(message.members)
 
-    def note(self, num_rows: int) -> None:
-        """Write the last tokens of the first rows into their texts. Each decode step begins with it."""
+    def begin(self, num_rows: int, guesses: int) -> None:
+        """Begin a decode step: write the last tokens of the first rows into their texts. guesses: 0 in a plain step"""
         texts, batch, rows = self.texts, self._batch, self.rows
         of_rows = rows.texts[:num_rows], batch.positions[:num_rows], batch.last_tokens[:num_rows]
         write_last_tokens(texts.tokens, texts.lengths, *of_rows)
+        if guesses == 0:
+            self.proposer.begin_plain(num_rows)
 
     def propose(self, num_rows: int, guesses: int) -> Places:
         """Propose guesses for the first rows, and pack them into places behind these. Returns the step's places."""
         batch, rows, places = self._batch, self.rows, self._places.of_size(num_rows, guesses)
-        proposed, counts = self._proposer.propose(num_rows, guesses)
+        proposed, counts = self.proposer.propose(num_rows, guesses)
         guessing = GuessingRows(
             proposed.contiguous(),
             counts.contiguous(),
@@ -137,5 +139,4 @@ class Verifier:
         columns = self.rows.texts, batch.last_tokens, batch.positions, self.rows.limits
         rows = AdvancedRows(texts.tokens, texts.lengths, *(column[:num_rows] for column in columns))
         accept_guesses(drawn, places, rows, self.kept[:num_rows])
-        if self.head is not None:
-            self.head.accept(places, self.kept[:num_rows])
+        self.proposer.see_kept(places, self.kept[:num_rows])

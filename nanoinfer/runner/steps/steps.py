@@ -14,7 +14,6 @@ from nanoinfer.kernels.drafting.gather import RowColumns
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.drafting.head_steps import HeadSteps
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import StepLines
@@ -89,11 +88,6 @@ class Steps:
         return self.holdings.kv_cache
 
     @property
-    def _head(self) -> HeadSteps | None:
-        """What the model's prediction head computes, if it makes guesses."""
-        return None if self.verifier is None else self.verifier.head
-
-    @property
     def states(self) -> StatePool | None:
         """This rank's states, if layers have some."""
         return self.holdings.states if self.kv_cache.layout.states else None
@@ -115,10 +109,8 @@ class Steps:
             assert self.holdings.media is not None
             prompts.context.media = self.holdings.media.gather(message.media, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
-        if self.verifier is not None and self.verifier.draft is not None:
-            self.verifier.draft.prefill(prompts)
-        if self._head is not None:
-            self._head.prefill(prompts, message.chunks, hidden)
+        if self.verifier is not None:
+            self.verifier.proposer.see_prompts(prompts, message.chunks, hidden)
         extras = self.extras(message.num_tokens)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 
@@ -135,8 +127,8 @@ class Steps:
             return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
         rows = self.batch.join(prompts)  # first: the table counts them, and so forgets what an interrupt leaves of them
-        if self._head is not None:
-            self._head.join(rows, hidden[prompts.last_indices])
+        if self.verifier is not None:
+            self.verifier.proposer.see_joining(rows, prompts, hidden)
         for row, join in enumerate(message.joins, rows.start):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
@@ -144,31 +136,27 @@ class Steps:
 
     def forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> None:
         """Run the model over the first rows' last tokens, and over guesses behind these, all of it on the device."""
-        batch, verifier, head = self.batch, self.verifier, self._head
+        batch, verifier = self.batch, self.verifier
         if verifier is not None:
-            verifier.note(num_rows)
+            verifier.begin(num_rows, kind.guesses)
         if kind.guesses == 0:
-            if head is not None:
-                head.remember_last(num_rows)
             own = batch.columns.at(slice(num_rows))
             tokens, positions = batch.last_tokens[:num_rows], batch.positions[:num_rows]
             hidden = self._decode(tokens, positions, own, kind, max_context_len)
-            if head is not None:
-                head.keep(hidden)
+            if verifier is not None:
+                verifier.proposer.see_rows(hidden)
             return
         assert verifier is not None
         places = verifier.propose(num_rows, kind.guesses)
         tokens, positions, own = places.tokens, places.positions, batch.gather(places.row_of)
         if not verifier.skips_empty:
             hidden = self._decode(tokens, positions, own, kind, max_context_len, verifier.tell(places))
-            if head is not None:
-                head.see(places, hidden)
+            verifier.proposer.see_places(places, hidden, None)
         elif len(filled := (positions >= 0).nonzero()[:, 0]):
             hidden = self._decode(tokens[filled], positions[filled], own.at(filled), kind, max_context_len)
             if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
                 self.logits[filled] = self.logits[: len(filled)].clone()
-            if head is not None:
-                head.see(places, hidden, filled)
+            verifier.proposer.see_places(places, hidden, filled)
 
     def _decode(
         self,
