@@ -16,6 +16,7 @@ from cases.tuned import ALPHA, Tuned
 from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_guesses_of_an_llm import PARAMS, PROMPTS, SOME, SPREAD, assert_counts, run
+from test_quantization import SMALL_BLOCKS, write_checkpoint
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.runner.drafting.head_steps import HeadSteps
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 60}
+FILE = "model.safetensors"
 COUNTS = "num_accepted_tokens", "num_proposed_tokens"
 NAMES_NONE = r"^speculation='mtp': must be left out for this model: its config names no layer that predicts"
 Drawn = tuple[int, int, Tensor]  # behind a position: its next token, and the head's hidden state
@@ -101,6 +103,23 @@ def test_plain_steps_keep_its_keys(rounds: list[list[Drawn]], tmp_path: Path, mo
     assert len(rounds) > 2
     assert 0 < output.num_proposed_tokens < 16
     assert_defined(rounds, [5, 6, 7, *output.token_ids], model, head)
+
+
+def test_a_checkpoint_in_fp8_keeps_the_projection(rounds: list[list[Drawn]], tmp_path: Path) -> None:
+    """As DeepSeek-V3's does, whose config does not say so; the layer's matrices are in FP8."""
+    build_with_head(HEADS["deepseek-v3"], tmp_path, agrees=True)
+    projection = {name: own for name, own in load_file(tmp_path / FILE).items() if name.endswith("eh_proj.weight")}
+    in_fp8, states = tmp_path / "fp8", list[Tensor]()
+    in_fp8.mkdir()
+    for own in (write_checkpoint(tmp_path, in_fp8, SMALL_BLOCKS), in_fp8):
+        others = {name: tensor for name, tensor in load_file(own / FILE).items() if "eh_proj" not in name}
+        save_file(others | projection, own / FILE, {"format": "pt"})
+        with LLM(str(own), **SMALL, speculation="mtp", max_guesses=1) as llm:
+            rounds.clear()
+            run(llm, [[5, 6, 7]], greedy(9, ignore_eos=True))
+            states.append(torch.stack([after for ((_, _, after),) in rounds]))
+    assert len(states[0]) > 2
+    torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +248,9 @@ def test_models_without_a_head_say_so(name: str, tmp_path: Path, make_qwen3: Cal
 
 def test_a_head_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     build_with_head(HEADS["glm4moe"], tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / FILE)
     del tensors["model.layers.4.eh_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
     with pytest.raises(ValueError, match=r"does not fit the model: missing: model\.layers\.4\.eh_proj\.weight"):
         LLM(str(tmp_path), **SMALL, **MTP)
     LLM(str(tmp_path), **SMALL).close()

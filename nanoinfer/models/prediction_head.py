@@ -55,9 +55,11 @@ def names_of_head(head: Description) -> Part:
 
 
 class PredictionHead(nn.Module):
-    """One rank's share of a head. All ranks have the projection whole: no published one has another format than PLAIN.
+    """One rank's share of a head.
 
-    The model's own embeddings and output projection stand outside, so that they are no weights of the head's.
+    All ranks have the projection whole, in the model's dtype: so DeepSeek-V3's files have it, whose other matrices are
+    in FP8, without a word of it in the config. The model's own embeddings and output projection stand outside, so that
+    they are no weights of the head's.
     """
 
     def __init__(self, head: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel) -> None:
