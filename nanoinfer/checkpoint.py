@@ -13,7 +13,9 @@ import torch
 
 from nanoinfer.checks import as_int, check_choice, check_settings
 from nanoinfer.generation_config import read_generation_config
-from nanoinfer.hub import GGUF, NO_GGUF, reason_of
+from nanoinfer.gguf.config import config_of
+from nanoinfer.gguf.header import GGUF, is_gguf, read_header
+from nanoinfer.hub import reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
@@ -38,8 +40,8 @@ MODELOPT_FILE = "hf_quant_config.json"
 class Checkpoint:
     """The settings that a checkpoint's own files give.
 
-    folder: where they are
-    hf_config: config.json, as transformers reads it
+    folder: where they are, or the path of a GGUF file
+    hf_config: config.json, as transformers reads it, or what a GGUF file's metadata say
     eos_token_ids: every end-of-sequence id that config.json or generation_config.json names
     generation_config: generation_config.json itself
     """
@@ -50,11 +52,15 @@ class Checkpoint:
     generation_config: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: str) -> Checkpoint:
-        """Read a folder. Raises ValueError if a file is missing or cannot be read."""
-        hf_config = _read_config(folder)
-        generation = read_generation_config(folder)
-        ends = _find_eos_token_ids(folder, hf_config, generation)
+    def open(cls, folder: str, settings: str | None = None) -> Checkpoint:
+        """Read a folder, or a GGUF file. Raises ValueError if a file is missing or cannot be read.
+
+        settings: the folder of config.json and generation_config.json, if that is another one
+        """
+        where = settings or folder
+        hf_config = _read_gguf_config(folder) if is_gguf(where) else _read_config(where)
+        generation = read_generation_config(where)
+        ends = _find_eos_token_ids(where, hf_config, generation)
         return cls(folder, hf_config, ends, generation)
 
     def describe(self, runner: str, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
@@ -126,9 +132,9 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 def _read_config(folder: str) -> PretrainedConfig:
     file = Path(folder) / "config.json"
     if not file.is_file():
-        if any(Path(folder).glob(f"*{GGUF}")):
-            raise ValueError(f"model={folder!r}: the folder has no config.json; {NO_GGUF}")
-        raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
+        named = sorted(other.name for other in Path(folder).glob(f"*{GGUF}"))
+        other = f"; for its GGUF file, give gguf_file={named[0]!r}" if named else ", so it is no Hugging Face model"
+        raise ValueError(f"model={folder!r}: the folder has no config.json{other}")
     try:
         settings = json.loads(file.read_text("utf-8"))
         architectures = settings.get("architectures") or []
@@ -148,6 +154,17 @@ def _read_config(folder: str) -> PretrainedConfig:
     if getattr(config, "quantization_config", None) is None and (own := _read_modelopt_config(folder)) is not None:
         config.quantization_config = own
     return config
+
+
+def _read_gguf_config(path: str) -> PretrainedConfig:
+    """Return the config that a GGUF file's metadata say."""
+    with no_collection():
+        from transformers import AutoConfig  # here, for ranks need not import it
+
+    try:
+        return AutoConfig.for_model(**config_of(read_header(path)))
+    except Exception as error:
+        raise ValueError(f"model={path!r}: cannot read its metadata: {error}") from error
 
 
 def _read_modelopt_config(folder: str) -> dict[str, Any] | None:

@@ -25,8 +25,10 @@ from nanoinfer.checks import check_choice, check_flag, check_number, check_range
 from nanoinfer.draft import Draft
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, check_speculation
+from nanoinfer.gguf.header import is_gguf
+from nanoinfer.gguf.room import log_numbers
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
+from nanoinfer.hub import CONFIG_FILES, find_folder, find_model, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.media.options import can_see, check_image_folder, check_image_options, check_images
 from nanoinfer.models.description import Description
@@ -53,7 +55,8 @@ MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
 class Config:
     """The checked options of LLM, and the settings that the checkpoint's own files give.
 
-    model: a folder with config.json and *.safetensors, a Hugging Face Hub id, or "bundled", nanoinfer's small model
+    model: a folder with config.json and *.safetensors, a Hugging Face Hub id, a GGUF file, or "bundled", nanoinfer's
+        small model
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks. None:
         16,384; of an encoder, which reads each text whole, up to 262,144 on CUDA, and on the CPU 4,096 or the longest
         text
@@ -127,7 +130,11 @@ class Config:
     load_format: "safetensors" ("auto"), or "dummy" for random weights of the config's shapes, whose numbers depend on
         seed and the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
     revision: the branch, tag or commit of a Hub id; None: its main branch. A folder has none, or "main"
-    tokenizer: a folder or a Hub id, of which the tokenizer alone is taken; None: the checkpoint's own
+    gguf_file: the name of a GGUF file in the model's folder or Hub id, of a split one the first. None: model itself is
+        the path of one, or a Hub id and a type such as "owner/model-GGUF:Q4_K_M", or there is none
+    hf_config_path: a folder or a Hub id, whose config.json and generation_config.json count; None: the model's own, or
+        what a GGUF file's metadata say
+    tokenizer: a folder, a Hub id or a GGUF file, of which the tokenizer alone is taken; None: the checkpoint's own
     tokenizer_revision: as revision, for the tokenizer's Hub id
     trust_remote_code: True or False: no remote code runs, whatever it says
     data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
@@ -184,6 +191,8 @@ class Config:
     runner: str = "auto"
     load_format: str = "safetensors"
     revision: str | None = None
+    gguf_file: str | None = None
+    hf_config_path: str | None = None
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
@@ -255,16 +264,18 @@ class Config:
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
-        source, self.model = self.model, find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
+        source, self.model = self.model, find_model("model", self.model, self.revision, self.gguf_file)
+        if self.hf_config_path is not None:
+            self.hf_config_path = find_folder("hf_config_path", self.hf_config_path, None, CONFIG_FILES)
         if self.tokenizer is not None or self.tokenizer_revision is not None:
             wanted = source if self.tokenizer is None else self.tokenizer
             self.tokenizer = find_tokenizer(wanted, self.tokenizer_revision)
         if self.draft_model is not None:
-            self.draft_model = find_folder("draft_model", self.draft_model, None, CHECKPOINT_FILES)
+            self.draft_model = find_model("draft_model", self.draft_model, None)
 
     def _read_checkpoint(self) -> None:
         """Read the checkpoint's settings, and check what depends on them."""
-        checkpoint = Checkpoint.open(self.model)
+        checkpoint = Checkpoint.open(self.model, self.hf_config_path)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_config = checkpoint.generation_config
         with fresh_torch_state():
@@ -285,6 +296,8 @@ class Config:
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
+        if self.is_loaded and is_gguf(self.model):
+            log_numbers(self.model, self.dtype, self.torch_dtype.itemsize)
         if cast("int | None", self.kvcache_block_size) is None:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head

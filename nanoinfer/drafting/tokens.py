@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanoinfer.gguf.header import is_gguf
+from nanoinfer.gguf.tokenizer import load_tokenizer_of
 from nanoinfer.hub import has_tokenizer, reason_of
 from nanoinfer.process.collector import no_collection
 
@@ -38,7 +40,10 @@ def _tokens_of(folder: str) -> dict[int, str]:
     with no_collection():
         from transformers import AutoTokenizer  # here, for ranks need not import it
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if is_gguf(folder):
+            tokenizer = load_tokenizer_of(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"draft_model: cannot load the tokenizer in {folder!r}: {reason_of(error)}") from error
     return {token_id: token for token, token_id in tokenizer.get_vocab().items()}

@@ -48,6 +48,10 @@ class Names(Protocol):
         """Return the name that the table has for a tensor of this name; None if the tensor belongs to another part."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """Return a name in the checkpoint for one in the table."""
+        ...
+
     def is_turned(self, name: str) -> bool:
         """Return whether the matrix of this name in the table is stored as [in, out]."""
         ...
@@ -70,6 +74,10 @@ class OfTower:
         for spelling, ours in SPELLINGS:
             known = known.replace(spelling, ours, 1)
         return known
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that newer checkpoints have."""
+        return f"model.{name}"
 
     def is_turned(self, name: str) -> bool:
         """Return that no matrix is."""

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoinfer.weights.names import Beside
+from nanoinfer.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 from nanoinfer.weights.shards import Saved, Shard, Table
-from nanoinfer.weights.sources import INDEX_FILE, SINGLE_FILE
 
 FILE_BYTES = 2 << 30  # of a file; a larger tensor has one of its own
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import OrderedDict
@@ -12,19 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoinfer.checks import short
-from nanoinfer.hub import GGUF, NO_GGUF
+from nanoinfer.gguf.files import GgufFiles
+from nanoinfer.gguf.header import is_gguf
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
+from nanoinfer.weights.safetensors_files import SafetensorsFiles
 from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Shard, Table, Target, device_of_table
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+Shapes = Mapping[str, tuple[int, ...]]  # by the tensors' names
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 
 
@@ -73,16 +73,18 @@ def _draw(target: Target, fill: Fill, generator: torch.Generator, device: torch.
 
 
 class FileSource:
-    """The safetensors files of a folder, chosen as transformers chooses them."""
+    """The safetensors files of a folder, or a GGUF file."""
 
     def __init__(self, folder: str, names: Names = NOTHING, argument: str = "model") -> None:
-        """names: which tensors are read; by default all, as those of a language model that is alone
+        """folder: or the path of a GGUF file
+
+        names: which tensors are read; by default all, as those of a language model that is alone
 
         argument: that which the user gave the folder as
         """
         self.what = f"{argument}={folder!r}"  # begins the messages of errors
         self.names = names
-        self.files = _choose_files(Path(folder), self.what)
+        self._files = GgufFiles(folder, self.what) if is_gguf(folder) else SafetensorsFiles(folder, self.what)
 
     def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
         """Fill every target of the table; raises ValueError as Source.fill says. bar: as for Source.fill"""
@@ -99,7 +101,7 @@ class FileSource:
         """
         roll = Roll(table, f"{self.what}: the checkpoint does not fit the model", is_update)
         num_bytes = 0
-        for name, tensor, file in self._tensors():
+        for name, tensor, file in self._tensors(_shapes(table)):
             if roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name):
                 numbers = sum(math.prod(shard.target.shape) for shard in table[name])
                 num_bytes += numbers * DTYPES[tensor.get_dtype()].itemsize
@@ -113,7 +115,7 @@ class FileSource:
         """
         copied = []
         uploads = Uploads(device_of_table(table), advance)
-        for name, tensor, _ in self._tensors():
+        for name, tensor, _ in self._tensors(_shapes(table)):
             if name in table:
                 upright = _upright(tensor, table[name][0])
                 for shard in table[name]:
@@ -125,7 +127,7 @@ class FileSource:
     @property
     def number_types(self) -> set[str]:
         """The types of the numbers that the files hold, as files name them, in tensors that `names` knows."""
-        return {tensor.get_dtype() for _, tensor, _ in self._tensors()}
+        return {tensor.get_dtype() for _, tensor, _ in self._tensors({})}
 
     @property
     def is_empty(self) -> bool:
@@ -134,18 +136,26 @@ class FileSource:
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
-        found = {name: tensor for name, tensor, _ in self._tensors() if name in (head, embedding)}
+        wanted: Shapes = {head: (), embedding: ()}
+        found = {name: tensor for name, tensor, _ in self._tensors(wanted) if name in (head, embedding)}
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
-    def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name in the table, a slice object that reads it lazily, and its file."""
-        for file in self.files:
-            with _open(file) as reader:
-                for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    known = self.names.known_name(name)
-                    if known is not None:
-                        tensor = reader.get_slice(name)
-                        yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
+    def _tensors(self, wanted: Shapes) -> Iterator[tuple[str, Any, Path]]:
+        """Yield each tensor's name in the table, a slice object that reads it lazily, and its file.
+
+        wanted: the tensors in the table: a GGUF file names tensors otherwise than any table does
+        """
+        if isinstance(self._files, GgufFiles):
+            yield from self._files.tensors(wanted, self.names.stored_name)
+            return
+        for name, tensor, file in self._files.tensors():
+            known = self.names.known_name(name)
+            if known is not None:
+                yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
+
+
+def _shapes(table: Table) -> Shapes:
+    return {name: shards[0].stored_shape for name, shards in table.items()}
 
 
 def _upright(tensor: Any, shard: Shard) -> Any:
@@ -277,45 +287,6 @@ def _drawn_bytes(target: Target) -> int:
     """Return how many bytes of random numbers fill a target; those of one that is no tensor are rounded afterwards."""
     dtype = target.dtype if isinstance(target, Tensor) else torch.get_default_dtype()
     return math.prod(target.shape) * dtype.itemsize
-
-
-def _choose_files(folder: Path, what: str) -> list[Path]:
-    """what: begins the messages of errors"""
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        others = sorted(file.name for file in folder.glob("*.safetensors"))
-        lacks = f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}"
-        if not others:
-            lacks = "no *.safetensors file" + (f"; {NO_GGUF}" if any(folder.glob(f"*{GGUF}")) else "")
-        raise ValueError(f"{what}: the folder has {lacks}")
-    for name in (names := _read_index(index)):
-        if not (folder / name).is_file():
-            raise ValueError(f"{what}: {INDEX_FILE} names {name}, which is not there")
-    return [folder / name for name in names]
-
-
-def _read_index(index: Path) -> list[str]:
-    """Return the files that an index names; raises ValueError for a path out of its folder."""
-    try:
-        content = json.loads(index.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{index}: cannot be read: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: must have a 'weight_map' that names the file of each tensor")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{index}: 'weight_map' has {name!r}: must be a file in the folder")
-    return sorted(set(weight_map.values()))
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
 @cache

@@ -37,7 +37,7 @@ SAME: dict[str, dict[Values, str]] = {
         only("auto", "hf"): "config_format tokenizer_mode",
         values.EMPTY: """
             additional_config collect_detailed_traces cpu_offload_params default_mm_loras device_ids diffusion_config
-            ec_transfer_config hf_config_path hf_overrides io_processor_plugin kv_cache_dtype_skip_layers
+            ec_transfer_config hf_overrides io_processor_plugin kv_cache_dtype_skip_layers
             kv_events_config kv_transfer_config log_config_file log_level logits_processors long_lora_scaling_factors
             lora_target_modules media_io_kwargs model_class_overrides model_loader_extra_config model_weights
             numa_bind_cpus numa_bind_nodes offload_params otlp_traces_endpoint override_generation_config

@@ -152,7 +152,8 @@ class ModelConfig:
     dtype: the weights' torch.dtype
     max_model_len: a sequence has at most this many tokens; max_seq_len_to_capture: the same, for graphs serve them all
     is_multimodal_model: whether it sees images
-    seed, revision, tokenizer_revision, quantization, logprobs_mode, enforce_eager, trust_remote_code: LLM's options
+    seed, revision, hf_config_path, tokenizer_revision, quantization, logprobs_mode, enforce_eager, trust_remote_code:
+        LLM's options
     """
 
     tokenizer_mode, runner_type, is_encoder_decoder = "auto", "generate", False
@@ -164,6 +165,7 @@ class ModelConfig:
         self.max_model_len = self.max_seq_len_to_capture = config.max_model_len
         self.seed, self.quantization, self.logprobs_mode = config.seed, config.quantization, config.logprobs_mode
         self.revision, self.tokenizer_revision = config.revision, config.tokenizer_revision
+        self.hf_config_path = config.hf_config_path
         self.is_multimodal_model = config.sees
         self.enforce_eager, self.trust_remote_code = config.enforce_eager, config.trust_remote_code
         self._vocab_size = config.description.vocab_size
@@ -171,7 +173,7 @@ class ModelConfig:
     @property
     def hf_config(self) -> PretrainedConfig:
         """The checkpoint's config.json, as transformers reads it."""
-        return Checkpoint.open(self.model).hf_config
+        return Checkpoint.open(self.model, self.hf_config_path).hf_config
 
     @property
     def hf_text_config(self) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import CHECKPOINT_FILES, find_folder
+from nanoinfer.hub import find_model
 from nanoinfer.requests.door import Door
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -65,7 +65,7 @@ class ChangesWeights(Door):
         numbers that are not finite. The weights are then incomplete.
         """
         with self._door("writable"):
-            folder = find_folder("model", model, revision, CHECKPOINT_FILES)
+            folder = find_model("model", model, revision)
             source = FileSource(folder, self.config.description.beside)
             begin = self._requests.before_new_weights(in_flight)
         with self._turn():

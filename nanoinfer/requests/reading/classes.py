@@ -27,7 +27,7 @@ class Classes:
 
     @cached_property
     def _settings(self) -> PretrainedConfig:
-        return Checkpoint.open(self._config.model).hf_config
+        return Checkpoint.open(self._config.model, self._config.hf_config_path).hf_config
 
     def check(self, call: str, count: int | None = None) -> None:
         """Raise ValueError if the model is no classifier, or has another number of labels. call: begins the message"""

@@ -77,7 +77,8 @@ class ModelTexts:
         """So many tokens a text keeps; None: it is not cut, or more than the LLM allows."""
         most = self._settings.most_tokens
         if most is None:
-            positions = getattr(Checkpoint.open(self._config.model).hf_config, "max_position_embeddings", None)
+            checkpoint = Checkpoint.open(self._config.model, self._config.hf_config_path)
+            positions = getattr(checkpoint.hf_config, "max_position_embeddings", None)
             limit = self._tokenizer.model_max_length
             most = limit if positions is None else min(limit, positions)
         return most if self._settings.cut is not None and most <= self._config.max_model_len else None

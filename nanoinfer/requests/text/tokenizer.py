@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import Config
+from nanoinfer.gguf.header import is_gguf
+from nanoinfer.gguf.tokenizer import load_tokenizer_of
 from nanoinfer.hub import has_tokenizer, reason_of
 from nanoinfer.process.collector import no_collection
 
@@ -50,8 +52,12 @@ def load_tokenizer(config: Config, is_replica: bool = False) -> PreTrainedTokeni
     with no_collection():
         from transformers import AutoTokenizer  # here, for ranks need not import it
 
+    tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if is_gguf(folder):
+            tokenizer = load_tokenizer_of(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _read_processors_template(folder)
     except Exception as error:

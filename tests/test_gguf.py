@@ -1,0 +1,267 @@
+"""GGUF files, as the package gguf writes them, against transformers on the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf: pip install 'nanoinfer[gguf]'")
+
+import huggingface_hub
+import torch
+from cases import CASES, Case, build
+from cases.case import LLAMA3, YARN
+from cases.gguf_files import Types, in_type, plain, write_gguf
+from cases.sparse import EXPERTS
+from conftest import greedy
+from safetensors.torch import load_file, save_file
+from test_models import run
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
+
+from nanoinfer import LLM
+from nanoinfer.config import Config
+from nanoinfer.hub import find_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MakeLLM = Callable[..., LLM]
+Write = Callable[..., tuple[str, PreTrainedModel]]
+OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 320}
+SCALED = {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+WINDOWS = {"sliding_window": 24, "query_pre_attn_scalar": 16}
+FAMILIES = {  # of each architecture what the metadata can say
+    "gemma": CASES["gemma"],
+    "gemma2": Case("Gemma2ForCausalLM", "gemma2", WINDOWS),
+    "gemma3": Case("Gemma3ForCausalLM", "gemma3_text", {**WINDOWS, "num_hidden_layers": 6}),
+    "glm4": CASES["glm4"],
+    "granite": CASES["granite"],
+    "llama": CASES["llama"],
+    "llama tied, linear rope": CASES["llama tied, linear rope"],
+    "llama biases, llama3 rope": Case("LlamaForCausalLM", "llama", {"attention_bias": True, "rope_parameters": SCALED}),
+    "mistral": CASES["mistral"],
+    "mixtral": CASES["mixtral"],
+    "nemotron": CASES["nemotron"],
+    "olmo2": CASES["olmo2"],
+    "phi3": CASES["phi3"],
+    "phi3 longrope": CASES["phi3 longrope"],
+    "qwen2": CASES["qwen2"],
+    "qwen2 yarn": Case("Qwen2ForCausalLM", "qwen2", {"rope_parameters": YARN}),
+    "qwen2moe": Case("Qwen2MoeForCausalLM", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3": CASES["qwen3"],
+    "qwen3moe": CASES["qwen3moe"],
+    "seedoss": CASES["seedoss"],
+    "starcoder2": CASES["starcoder2"],
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a case's GGUF file; returns its path, and transformers' model of what it stands for."""
+
+    def write(case: Case, types: Types = plain, **metadata: Any) -> tuple[str, PreTrainedModel]:
+        build(case, tmp_path / "source")
+        file = tmp_path / "model.gguf"
+        write_gguf(tmp_path / "source", file, types, metadata)
+        return str(file), AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+
+    return write
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_gives_what_its_weights_give(name: str, write: Write, make_llm: MakeLLM) -> None:
+    file, model = write(FAMILIES[name])
+    run(make_llm(file, **OPTIONS), model, prompt_logprobs=0)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "IQ4_NL", "IQ4_XS"])
+def test_numbers_of_every_type(kind: str, write: Write, make_llm: MakeLLM) -> None:
+    file, model = write(Case("LlamaForCausalLM", "llama", WIDE), in_type(kind))
+    run(make_llm(file, **OPTIONS), model, prompt_logprobs=0)
+
+
+def test_types_that_mix(write: Write, make_llm: MakeLLM) -> None:
+    """As in Q4_K_M, where values have more bits than queries and keys, and rows that no block fits have others."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_0", "token_embd": "Q8_0", "blk.1.ffn_gate": "Q6_K"}
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        kind = next((kind for part, kind in kinds.items() if part in name), "Q4_K")
+        return in_type(kind)(name, shape)
+
+    file, model = write(Case("Qwen3ForCausalLM", "qwen3", {**WIDE, "intermediate_size": 96}), mixed)
+    run(make_llm(file, **OPTIONS), model)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
+def test_experts_on_two_ranks(name: str, write: Write, make_llm: MakeLLM) -> None:
+    case = FAMILIES[name]
+    wide = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
+    file, model = write(replace(case, settings={**case.settings, **wide}), in_type("Q8_0"))
+    run(make_llm(file, **OPTIONS, tensor_parallel_size=2), model)
+
+
+def test_a_split_file_by_its_first(tmp_path: Path, make_llm: MakeLLM) -> None:
+    build(CASES["llama"], tmp_path / "source")
+    write_gguf(tmp_path / "source", tmp_path / "model.gguf", split=20)
+    first, *others = sorted(tmp_path.glob("*.gguf"))
+    assert [file.name for file in others] == ["model-00002-of-00002.gguf"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    run(make_llm(str(first), **OPTIONS), model)
+    with pytest.raises(ValueError, match=r"00002\.gguf: is a later part of a split file: give the first"):
+        make_llm(str(others[0]), **OPTIONS)
+    others[0].unlink()
+    with pytest.raises(ValueError, match=r"00001-of-00002\.gguf: its part model-00002-of-00002\.gguf is not there"):
+        make_llm(str(first), **OPTIONS)
+
+
+def test_a_file_in_a_folder(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    file, model = write(CASES["qwen3"])
+    run(make_llm(str(tmp_path), gguf_file="model.gguf", **OPTIONS), model)
+    with pytest.raises(ValueError, match=r"no config\.json; for its GGUF file, give gguf_file='model\.gguf'"):
+        make_llm(str(tmp_path), **OPTIONS)
+    with pytest.raises(ValueError, match=r"gguf_file='other\.gguf': must be one of the GGUF files .*: model\.gguf"):
+        make_llm(str(tmp_path), gguf_file="other.gguf", **OPTIONS)
+    with pytest.raises(ValueError, match=r"gguf_file='model\.gguf': must be left out, as model=.* is a file itself"):
+        make_llm(file, gguf_file="model.gguf", **OPTIONS)
+    with pytest.raises(ValueError, match=r"gguf_file='model': must be the name of a file that ends with \.gguf"):
+        make_llm(str(tmp_path), gguf_file="model", **OPTIONS)
+
+
+def test_a_hub_id_and_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(hub_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision, [pattern for pattern in allow_patterns if pattern.endswith(".gguf")]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for name in ("M-Q4_K_M.gguf", "M-UD-Q4_K_M.gguf", "M-Q4_K.gguf", "Q8_0/M-Q8_0-00001-of-00002.gguf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_model("model", "owner/m-GGUF:q8_0", "v1") == str(tmp_path / "Q8_0/M-Q8_0-00001-of-00002.gguf")
+    assert find_model("model", "owner/m-GGUF:Q4_K", None) == str(tmp_path / "M-Q4_K.gguf")
+    assert find_model("model", "owner/m-GGUF", None, "M-Q4_K.gguf") == str(tmp_path / "M-Q4_K.gguf")
+    assert asked == [
+        ("owner/m-GGUF", "v1", ["*Q8_0*.gguf", "*q8_0*.gguf"]),
+        ("owner/m-GGUF", None, ["*Q4_K*.gguf", "*q4_k*.gguf"]),
+        ("owner/m-GGUF", None, ["M-Q4_K.gguf"]),
+    ]
+    with pytest.raises(
+        ValueError, match=r"model='owner/m-GGUF:Q9': must be one of the GGUF files that are there: M-Q4_K"
+    ):
+        find_model("model", "owner/m-GGUF:Q9", None)
+
+
+def test_a_config_beside_the_file(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """Metadata do not say that windows are in use; a config.json does."""
+    settings = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    file, model = write(Case("Qwen2ForCausalLM", "qwen2", settings))
+    run(make_llm(file, hf_config_path=str(tmp_path / "source"), **OPTIONS), model)
+
+
+def test_other_weights_from_a_file(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    file, model = write(CASES["llama"])
+    build(CASES["llama"], tmp_path / "first")
+    llm = make_llm(str(tmp_path / "first"), **OPTIONS)
+    llm.load_weights(file)
+    run(llm, model)
+
+
+def test_the_log_says_what_becomes_numbers(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    file, _ = write(Case("LlamaForCausalLM", "llama", WIDE), in_type("Q8_0"))
+    with caplog.at_level("INFO", "nanoinfer"):
+        Config(file, device="cpu", dtype="bfloat16")
+    assert "tensors in Q8_0 become numbers of bfloat16 as they load: they take 0.00 GB" in caplog.text
+
+
+LINES = ["Hello world, how are you?", "  two  spaces\n\n\nlines", "naïve 日本 🤗 don't", "1234567 <|end|> x", ""]
+
+
+def test_a_tokenizer_of_bytes(write: Write, make_llm: MakeLLM) -> None:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([*LINES, Path(__file__).read_text()], vocab_size=400)
+    vocabulary = trained.get_vocab()
+    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+    tokens = [*sorted(vocabulary, key=lambda token: vocabulary[token]), "<|end|>"]
+    original = Qwen2Tokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
+    original.add_special_tokens({"eos_token": "<|end|>"})
+    template = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
+    inside = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+        "tokenizer.chat_template": template,
+    }
+    file, _ = write(Case("Qwen2ForCausalLM", "qwen2", {"vocab_size": len(tokens)}), **inside)
+    llm = make_llm(file, **OPTIONS)
+    assert llm.tokenizer.eos_token_id == len(tokens) - 1
+    assert llm.config.eos_token_ids == {len(tokens) - 1}
+    assert llm.tokenizer.chat_template == template
+    for line in [*LINES, *Path(__file__).read_text().splitlines()]:
+        ids = llm.tokenizer.encode(line)
+        assert ids == original.encode(line)
+        assert llm.tokenizer.decode(ids) == line
+    assert llm.chat([{"role": "user", "content": "Hello"}], greedy(2), use_tqdm=False)[0].prompt_token_ids == (
+        original.encode("Hello<|end|>")
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        ({"tokenizer.ggml.pre": "own"}, r"tokenizer\.ggml\.pre='own': must be one of .*qwen2.*; give tokenizer="),
+        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert': must be one of gpt2, llama"),
+        ({"rope.scaling.type": "own"}, r"rope\.scaling\.type='own': must be none, linear, yarn"),
+        (
+            {"general.architecture": "own"},
+            r"general\.architecture='own' is not supported in GGUF: must be one of gemma",
+        ),
+        ({"general.architecture": "clip"}, r"is a tower \(mmproj\), which nobody reads: give the language model's"),
+        ({"general.type": "mmproj"}, r"is a tower \(mmproj\)"),
+    ],
+)
+def test_what_is_unknown(inside: dict[str, Any], message: str, write: Write, make_llm: MakeLLM) -> None:
+    known = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
+    file, _ = write(CASES["qwen2"], **{**known, **inside})
+    with pytest.raises(ValueError, match=rf"model='.*model\.gguf.*{message}"):
+        make_llm(file, **OPTIONS)
+
+
+def test_a_file_that_is_cut_off(write: Write, make_llm: MakeLLM) -> None:
+    path, _ = write(CASES["qwen3"])
+    file = Path(path)
+    whole = file.read_bytes()
+    for size, message in (
+        (len(whole) - 5000, r"is cut off: \S+ in F32 lies at the bytes \d+ to \d+, and the file has \d+"),
+        (60, "is cut off: it ends within its header, behind byte"),
+        (3, "does not begin with 'GGUF'"),
+    ):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
+            make_llm(path, **OPTIONS)
+    file.write_bytes(whole[:4] + b"\x01" + whole[5:])
+    with pytest.raises(ValueError, match=r"is in version 1 of GGUF: must be 2 or 3"):
+        make_llm(path, **OPTIONS)
+
+
+def test_a_tensor_that_the_model_lacks(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """It is named, as the file calls it."""
+    build(CASES["qwen3"], tmp_path / "source")
+    weights = load_file(tmp_path / "source" / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(weights, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    write_gguf(tmp_path / "source", tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"the checkpoint does not fit the model:.* unknown: blk\.0\.attn_q\.bias"):
+        make_llm(str(tmp_path / "model.gguf"), hf_config_path=str(tmp_path / "source"), **OPTIONS)
