@@ -15,6 +15,7 @@ from nanoinfer.checks import as_int, check_choice, check_settings
 from nanoinfer.generation_config import read_generation_config
 from nanoinfer.gguf.config import config_of
 from nanoinfer.gguf.header import GGUF, is_gguf, read_header
+from nanoinfer.gguf.modules import quantization_of
 from nanoinfer.hub import reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only
@@ -59,6 +60,8 @@ class Checkpoint:
         """
         where = settings or folder
         hf_config = _read_gguf_config(folder) if is_gguf(where) else _read_config(where)
+        if is_gguf(folder):
+            hf_config.quantization_config = quantization_of(read_header(folder))
         generation = read_generation_config(where)
         ends = _find_eos_token_ids(where, hf_config, generation)
         return cls(folder, hf_config, ends, generation)

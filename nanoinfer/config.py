@@ -25,8 +25,6 @@ from nanoinfer.checks import check_choice, check_flag, check_number, check_range
 from nanoinfer.draft import Draft
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, check_speculation
-from nanoinfer.gguf.header import is_gguf
-from nanoinfer.gguf.room import log_numbers
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CONFIG_FILES, find_folder, find_model, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -296,8 +294,6 @@ class Config:
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
-        if self.is_loaded and is_gguf(self.model):
-            log_numbers(self.model, self.dtype, self.torch_dtype.itemsize)
         if cast("int | None", self.kvcache_block_size) is None:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)
         shape = self.torch_dtype, self.kvcache_block_size, self.largest_head

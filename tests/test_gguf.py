@@ -25,8 +25,11 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from nanoinfer import LLM
-from nanoinfer.config import Config
 from nanoinfer.hub import find_model
+from nanoinfer.weights.formats.gguf import FORMATS
+from nanoinfer.weights.formats.groups import store
+from nanoinfer.weights.formats.groups.matrix import GroupMatrix
+from nanoinfer.weights.formats.matrix import Matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,11 +179,69 @@ def test_other_weights_from_a_file(tmp_path: Path, write: Write, make_llm: MakeL
     run(llm, model)
 
 
-def test_the_log_says_what_becomes_numbers(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    file, _ = write(Case("LlamaForCausalLM", "llama", WIDE), in_type("Q8_0"))
+def test_the_log_says_what_became_numbers(write: Write, make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The embedding of a file in Q8_0 does, and no other matrix."""
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "vocab_size": 16000}), in_type("Q8_0"))
     with caplog.at_level("INFO", "nanoinfer"):
-        Config(file, device="cpu", dtype="bfloat16")
-    assert "tensors in Q8_0 become numbers of bfloat16 as they load: they take 0.00 GB" in caplog.text
+        make_llm(file, **OPTIONS)
+    assert (
+        f"{file}: tensors in Q8_0 became numbers of float32: they take 0.016 GB, and 0.004 GB in the file"
+        in caplog.text
+    )
+
+
+def matrices_of(llm: LLM) -> dict[str, Matrix]:
+    model = llm.engine.ranks.runner.steps.model
+    return {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_types_that_stay_in_their_bits(
+    kind: str, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each code and each scale is the file's, also where the CPU has no room for the numbers of the dtype."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    file, model = write(Case("LlamaForCausalLM", "llama", {**WIDE, "tie_word_embeddings": False}), in_type(kind))
+    llm = make_llm(file, **OPTIONS)
+    matrices = matrices_of(llm)
+    assert len(matrices) == 9  # the head's and four of each layer
+    assert all(isinstance(matrix, GroupMatrix) and matrix.store.label == kind for matrix in matrices.values())
+    gate_up = next(matrix for name, matrix in matrices.items() if name.endswith("layers.0.mlp.gate_up_proj.matrix"))
+    mlp = model.model.layers[0].mlp
+    assert torch.equal(gate_up.store.dense(torch.float32), torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    run(llm, model)
+
+
+def test_a_matrix_of_two_types_has_numbers(write: Write, make_llm: MakeLLM) -> None:
+    """Queries, keys and values are one matrix here; so are gates and ups. Others of the layer keep their types."""
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q5_0" if "attn_v" in name else "Q4_0" if "ffn_down" in name else "Q8_0")(name, shape)
+
+    file, model = write(Case("LlamaForCausalLM", "llama", {**WIDE, "tie_word_embeddings": True}), mixed)
+    llm = make_llm(file, **OPTIONS)
+    kinds = {
+        name.split(".")[-2]: matrix.store.label if isinstance(matrix, GroupMatrix) else "numbers"
+        for name, matrix in matrices_of(llm).items()
+    }
+    assert kinds == {"qkv_proj": "numbers", "o_proj": "Q8_0", "gate_up_proj": "Q8_0", "down_proj": "Q4_0"}
+    run(llm, model)
+
+
+def test_a_quantized_file_is_quantized(write: Write, make_llm: MakeLLM) -> None:
+    file, _ = write(Case("LlamaForCausalLM", "llama", WIDE), in_type("Q8_0"))
+    with pytest.raises(ValueError, match="quantization='int4': the checkpoint's matrices are in Q8_0 already"):
+        make_llm(file, quantization="int4", **OPTIONS)
+
+
+def test_an_update_of_plain_tensors_is_rounded(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """And a file in the same type is not."""
+    file, model = write(Case("LlamaForCausalLM", "llama", WIDE), in_type("Q8_0"))
+    llm = make_llm(file, **OPTIONS)
+    before = [output.token_ids for output in llm.generate([[5], [7, 8]], greedy(4), use_tqdm=False)]
+    llm.update_weights([(name, -tensor) for name, tensor in model.state_dict().items()])
+    llm.load_weights(file)
+    assert [output.token_ids for output in llm.generate([[5], [7, 8]], greedy(4), use_tqdm=False)] == before
 
 
 LINES = ["Hello world, how are you?", "  two  spaces\n\n\nlines", "naïve 日本 🤗 don't", "1234567 <|end|> x", ""]

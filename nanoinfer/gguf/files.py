@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import torch
+
+from nanoinfer.gguf.blocks import CODES, GgufPart, parts_of
 from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Header, import_gguf, read_header
-from nanoinfer.gguf.tensor import GgufTensor
+from nanoinfer.gguf.tensor import PLAIN, GgufTensor
+
+log = logging.getLogger("nanoinfer")
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = "", ".weight", ".bias"  # of names in the file, behind those that gguf's tables have
@@ -30,22 +37,46 @@ class GgufFiles:
 
     def tensors(
         self, wanted: Mapping[str, Shape], stored_name: Callable[[str], str]
-    ) -> Iterator[tuple[str, GgufTensor, Path]]:
+    ) -> Iterator[tuple[str, GgufTensor | GgufPart, Path]]:
         """Yield each tensor's name, what reads it, and its file; tensors that nobody wants have the file's own names.
 
         wanted: the tensors' names in a table, and their shapes; stored_name: makes a checkpoint's name of one
         """
         header = read_header(self.path)
-        names = _names(header, {name: stored_name(name) for name in wanted})
+        plain_names = {f"{name.removesuffix(CODES)}weight" for name in wanted if name.endswith(CODES)}
+        names = _names(header, {name: stored_name(name) for name in (*wanted, *plain_names)})
         family = family_of(header)
         for name, entry in header.entries.items():
             plain = GgufTensor(entry, entry.shape, heads=family.heads_of(header, name), more=family.more_of(name))
             for known in names.get(name, [] if name in OF_CONFIG else [name]):
                 expert = EXPERT.search(known)
                 if expert is not None and len(entry.shape) == 3:
-                    yield known, plain.of_expert(int(expert[1])), entry.file
+                    tensor = plain.of_expert(int(expert[1]))
                 else:
-                    yield known, _shaped(plain, wanted.get(known, entry.shape)), entry.file
+                    tensor = _shaped(plain, wanted.get(known, entry.shape))
+                in_bits = _in_bits(known, tensor, wanted)
+                for own, part in in_bits:
+                    yield own, part, entry.file
+                if not in_bits:
+                    yield known, tensor, entry.file
+
+    def log_numbers(self, wanted: Mapping[str, Shape], stored_name: Callable[[str], str], dtype: torch.dtype) -> None:
+        """Log which types of few bits became numbers of the dtype, and their bytes before and then."""
+        read = (tensor for _, tensor, _ in self.tensors(wanted, stored_name) if isinstance(tensor, GgufTensor))
+        entries = {tensor.entry.name: tensor.entry for tensor in read if tensor.entry.type not in PLAIN}.values()
+        if entries:
+            types = ", ".join(sorted({entry.type for entry in entries}))
+            stored, count = sum(entry.num_bytes for entry in entries), sum(math.prod(entry.shape) for entry in entries)
+            name = str(dtype).removeprefix("torch.")
+            message = "%s: tensors in %s became numbers of %s: they take %.3f GB, and %.3f GB in the file"
+            log.info(message, self.path, types, name, count * dtype.itemsize / 1e9, stored / 1e9)
+
+
+def _in_bits(known: str, tensor: GgufTensor, wanted: Mapping[str, Shape]) -> list[tuple[str, GgufPart]]:
+    """Return the parts of a matrix that keeps its bits, as a table wants them; none: it wants numbers."""
+    module = known.removesuffix("weight")
+    parts = [(f"{module}{end}", part) for end, part in parts_of(tensor).items()]
+    return parts if all(wanted.get(name) == tuple(part.get_shape()) for name, part in parts) else []
 
 
 def _shaped(tensor: GgufTensor, shape: Shape) -> GgufTensor:

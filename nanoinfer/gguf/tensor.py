@@ -46,10 +46,14 @@ class GgufTensor:
         stored = self._stored
         if stored.ndim == 1:
             return self._numbers(stored)[self._order].reshape(self.shape)[index]
-        rows = self._order[index[0]]
-        is_all = self.heads == 0 and len(rows) == len(stored)
-        numbers = self._numbers(stored if is_all else stored[rows.numpy()])
-        return numbers.reshape(len(rows), *self.shape[1:])[:, *index[1:]]
+        numbers = self._numbers(self.stored_rows(index[0]))
+        return numbers.reshape(-1, *self.shape[1:])[:, *index[1:]]
+
+    def stored_rows(self, rows: slice) -> np.ndarray:
+        """Return the bytes of some of the checkpoint's rows."""
+        if self.heads == 0:
+            return self._stored[rows]
+        return np.asarray(self._stored[self._order[rows].numpy()])
 
     @cached_property
     def _order(self) -> Tensor:

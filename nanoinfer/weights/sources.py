@@ -90,6 +90,8 @@ class FileSource:
         """Fill every target of the table; raises ValueError as Source.fill says. bar: as for Source.fill"""
         with bar(self.check(table)) as advance:
             copied = self.copy(table, advance)
+        if isinstance(self._files, GgufFiles):
+            self._files.log_numbers(_shapes(table), self.names.stored_name, torch.get_default_dtype())
         name = find_not_finite(table, copied)
         if name is not None:
             raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")

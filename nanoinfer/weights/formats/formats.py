@@ -29,11 +29,13 @@ class Formats:
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
     rotations: of the inputs and outputs of matrices, whatever their format
     spelling: patterns hold for names in the table, and for those that checkpoints of this spelling have instead
+    mixes: matrices that are multiplied as one may have several formats: then all of them are PLAIN
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
     rotations: tuple[Rotation, ...] = ()
     spelling: Spelling = AS_STORED
+    mixes: bool = False
 
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the table, without ".weight\""""
@@ -89,19 +91,24 @@ class Formats:
 
     def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Matrix:
         """Make the matrix of these sections; raises ValueError, naming two of them, if their formats differ."""
-        format = self.of(sections[0].name)
-        for section in sections[1:]:
-            self._check_alike(sections[0].name, section.name)
+        format = self._of_all([section.name for section in sections])
         return format.make_matrix(sections, in_features, bias)
 
     def make_experts(
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> Experts:
         """Make a layer's experts, of which all matrices have one format; arguments: as for Format.make_experts"""
-        first, *others = (tensors.module(projection, 0) for projection in (*tensors.above, tensors.down))
+        format = self._of_all([tensors.module(projection, 0) for projection in (*tensors.above, tensors.down)])
+        return format.make_experts(tensors, sizes, output_share, biases)
+
+    def _of_all(self, modules: list[str]) -> Format:
+        """Return the format of modules that are multiplied as one; raises ValueError as make_matrix does."""
+        first, *others = modules
+        if self.mixes and any(self.of(other) != self.of(first) for other in others):
+            return PLAIN
         for other in others:
             self._check_alike(first, other)
-        return self.of(first).make_experts(tensors, sizes, output_share, biases)
+        return self.of(first)
 
     def _check_alike(self, module: str, other: str) -> None:
         """Raise ValueError if two modules that are multiplied as one have different formats."""

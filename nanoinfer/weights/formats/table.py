@@ -15,6 +15,7 @@ from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import ALL, KEPT, PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.reading import read_fp8
+from nanoinfer.weights.formats.gguf import read_gguf
 from nanoinfer.weights.formats.gptq import read_auto_round, read_awq, read_gptq
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import GROUP, Layout
@@ -49,6 +50,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "mxfp4": _read_gpt_oss,
+    "gguf": read_gguf,  # of a file, which gguf.modules says
 }
 
 INT8 = GroupFormat("int8", Layout("int8"))

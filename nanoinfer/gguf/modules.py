@@ -1,0 +1,29 @@
+"""Which modules of a checkpoint have which type in a GGUF file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from nanoinfer.gguf.blocks import KINDS
+from nanoinfer.gguf.header import Header, import_gguf
+
+EMBEDDING = "token_embd.weight"  # is looked up as numbers of the dtype
+HEAD = "lm_head"
+
+
+def quantization_of(header: Header) -> dict[str, Any] | None:
+    """Return a quantization_config with the modules of each type that stays in its bits; None: there are none.
+
+    A tensor has the names of all classes whose files name it so; a model has but one of them.
+    """
+    gguf = import_gguf()
+    (architecture,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
+    table = gguf.get_tensor_name_map(architecture, header.needed("block_count"))
+    modules = defaultdict(list)
+    for module, (_, name) in table.mapping.items():
+        entry = header.entries.get(f"{name}.weight")
+        is_ours = module.startswith("model.layers.") or module == HEAD
+        if entry is not None and is_ours and entry.type in KINDS and entry.name != EMBEDDING and len(entry.shape) > 1:
+            modules[entry.type].append(module.replace(".experts.", ".experts.0."))
+    return {"quant_method": "gguf", "types": dict(modules)} if modules else None
