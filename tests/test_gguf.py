@@ -44,6 +44,7 @@ FAMILIES = {  # of each architecture what the metadata can say
     "gemma3": Case("Gemma3ForCausalLM", "gemma3_text", {**WINDOWS, "num_hidden_layers": 6}),
     "glm4": CASES["glm4"],
     "granite": CASES["granite"],
+    "lfm2": replace(CASES["lfm2"], settings={**CASES["lfm2"].settings, "block_auto_adjust_ff_dim": False}),
     "llama": CASES["llama"],
     "llama tied, linear rope": CASES["llama tied, linear rope"],
     "llama biases, llama3 rope": Case("LlamaForCausalLM", "llama", {"attention_bias": True, "rope_parameters": SCALED}),
@@ -79,7 +80,7 @@ def write(tmp_path: Path) -> Write:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_gives_what_its_weights_give(name: str, write: Write, make_llm: MakeLLM) -> None:
     file, model = write(FAMILIES[name])
-    run(make_llm(file, **OPTIONS), model, prompt_logprobs=0)
+    run(make_llm(file, device="cpu", **FAMILIES[name].small), model, prompt_logprobs=0)
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -169,6 +170,17 @@ def test_a_config_beside_the_file(tmp_path: Path, write: Write, make_llm: MakeLL
     settings = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
     file, model = write(Case("Qwen2ForCausalLM", "qwen2", settings))
     run(make_llm(file, hf_config_path=str(tmp_path / "source"), **OPTIONS), model)
+
+
+def test_the_config_of_a_multimodal_original(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """The file has its language model, which runs as text alone."""
+    file, model = write(FAMILIES["gemma3"])
+    folder = tmp_path / "original"
+    folder.mkdir()
+    text = json.loads((tmp_path / "source" / "config.json").read_text())
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(settings))
+    run(make_llm(file, hf_config_path=str(folder), **OPTIONS), model)
 
 
 def test_other_weights_from_a_file(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:

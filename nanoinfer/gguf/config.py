@@ -43,6 +43,7 @@ def config_of(header: Header) -> dict[str, Any]:
         **_biases(header, family.model_type),
         **_experts(header),
         **_head(header, sizes),
+        **_convolutions(header),
     }
     rope = _rope(header, sizes)
     length = "original_max_position_embeddings"  # which classes with longrope read outside, too
@@ -78,6 +79,20 @@ def _experts(header: Header) -> dict[str, int]:
     sizes = {"moe_intermediate_size": "ffn_gate_exps", "shared_expert_intermediate_size": "ffn_gate_shexp"}
     entries = {ours: header.entries.get(f"blk.0.{name}.weight") for ours, name in sizes.items()}
     return {ours: entry.shape[-2] for ours, entry in entries.items() if entry is not None}
+
+
+def _convolutions(header: Header) -> dict[str, Any]:
+    """Return what LFM2's files say: a layer without keys is a short convolution."""
+    if header.architecture != "lfm2":
+        return {}
+    counts = header.needed("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(counts),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "conv_L_cache": header.needed("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in header.entries),
+        "block_auto_adjust_ff_dim": False,  # feed_forward_length is what the adjustment made
+    }
 
 
 def _head(header: Header, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ FAMILIES = {
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", {**WINDOW, **SOFT_CAPS}, norms_more=1.0),
     "glm4": Family("glm4", "Glm4ForCausalLM"),
     "granite": Family("granite", "GraniteForCausalLM", GRANITE, in_pairs=True),
+    "lfm2": Family("lfm2", "Lfm2ForCausalLM", epsilon="norm_eps"),
     "llama": Family("llama", "LlamaForCausalLM", in_pairs=True),
     "nemotron": Family("nemotron", "NemotronForCausalLM", norms_more=1.0, epsilon="norm_eps"),
     "olmo2": Family("olmo2", "Olmo2ForCausalLM"),

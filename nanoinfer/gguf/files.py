@@ -21,6 +21,7 @@ log = logging.getLogger("nanoinfer")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = "", ".weight", ".bias"  # of names in the file, behind those that gguf's tables have
 OF_CONFIG = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # which config.py reads
+MULTIMODAL = "language_model."  # in the names of a multimodal original, which the file has not
 Shape = tuple[int, ...]
 
 
@@ -44,7 +45,8 @@ class GgufFiles:
         """
         header = read_header(self.path)
         plain_names = {f"{name.removesuffix(CODES)}weight" for name in wanted if name.endswith(CODES)}
-        names = _names(header, {name: stored_name(name) for name in (*wanted, *plain_names)})
+        stored = {name: stored_name(name).replace(MULTIMODAL, "", 1) for name in (*wanted, *plain_names)}
+        names = _names(header, stored)
         family = family_of(header)
         for name, entry in header.entries.items():
             plain = GgufTensor(entry, entry.shape, heads=family.heads_of(header, name), more=family.more_of(name))

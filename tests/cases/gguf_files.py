@@ -129,6 +129,9 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     own["rope.dimension_count"] = int(size * both.get("partial_rotary_factor", 1))
     if "sliding_attention" in rope:
         own["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if config["model_type"] == "lfm2":
+        counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+        own |= {"attention.head_count_kv": counts, "shortconv.l_cache": config["conv_L_cache"]}
     if both["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": both["rope_type"], "rope.scaling.factor": float(both["factor"])}
     if both["rope_type"] in ("yarn", "longrope"):
@@ -181,7 +184,7 @@ def change(tensor: Tensor, name: str, architecture: str, config: Mapping[str, An
         return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     if architecture in NORMS_MORE and name.endswith("norm.weight"):
         return tensor + 1
-    return tensor.squeeze(0) if tensor.dim() == 2 else tensor
+    return tensor.squeeze(1) if tensor.dim() == 3 else tensor.squeeze(0) if tensor.dim() == 2 else tensor
 
 
 def change_back(tensor: Tensor, name: str, architecture: str, config: Mapping[str, Any], shape: torch.Size) -> Tensor:
