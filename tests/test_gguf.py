@@ -59,6 +59,8 @@ FAMILIES = {  # of each architecture what the metadata can say
     "qwen2moe": Case("Qwen2MoeForCausalLM", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3": CASES["qwen3"],
     "qwen3moe": CASES["qwen3moe"],
+    "qwen3.5": CASES["qwen3.5"],
+    "qwen3.5moe": CASES["qwen3.5moe"],
     "seedoss": CASES["seedoss"],
     "starcoder2": CASES["starcoder2"],
 }
@@ -103,6 +105,19 @@ def test_types_that_mix(write: Write, make_llm: MakeLLM) -> None:
 
     file, model = write(Case("Qwen3ForCausalLM", "qwen3", {**WIDE, "intermediate_size": 96}), mixed)
     run(make_llm(file, **OPTIONS), model)
+
+
+def test_value_heads_whose_columns_keep_their_bits(write: Write, make_llm: MakeLLM) -> None:
+    """The file has the columns of the last product in another order, and a layer that guesses, which is not read."""
+    case = CASES["qwen3.5"]
+    wide = {"hidden_size": 64, "intermediate_size": 96, "linear_value_head_dim": 32}
+    case = replace(case, settings={**case.settings, **wide})
+    file, model = write(case, in_type("Q8_0"), block_count=5, nextn_predict_layers=1)
+    llm = make_llm(file, device="cpu", **case.small)
+    out = next(matrix for name, matrix in matrices_of(llm).items() if name.endswith("layers.0.mixer.out_proj.matrix"))
+    assert isinstance(out, GroupMatrix)
+    assert torch.equal(out.store.dense(torch.float32), model.model.layers[0].linear_attn.out_proj.weight)
+    run(llm, model)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.gguf.tensor import GgufTensor
+from nanoinfer.gguf.header import Entry
+from nanoinfer.gguf.tensor import Change, GgufTensor
 
 CODES, SCALES = "weight_codes", "weight_scales"  # what a matrix's tensors have instead of "weight"
 GROUP = 32  # inputs that share a scale: one block
@@ -86,12 +87,19 @@ class GgufPart:
         rows, columns = (slice(None), slice(None)) if index is ... else index
         blocks = self.tensor.stored_rows(rows)
         blocks = blocks.reshape(len(blocks), self.tensor.shape[1] // GROUP, -1)
+        if (order := self.tensor.change.columns) is not None:
+            blocks = blocks[:, order.places(self.tensor.shape[1], GROUP).numpy()]
         found = (self.kind.codes if self.is_codes else self.kind.scales)(blocks)
         return torch.from_numpy(np.ascontiguousarray(found.reshape(len(found), -1)))[:, columns]
 
 
+def stays_in_bits(entry: Entry, change: Change) -> bool:
+    """Whether a tensor's type does, and nothing moves columns out of their groups."""
+    return entry.type in KINDS and (change.columns is None or change.columns.size % GROUP == 0)
+
+
 def parts_of(tensor: GgufTensor) -> dict[str, GgufPart]:
     """Return the parts of a matrix by the ends of their names; none, if its type does not stay in its bits."""
-    if tensor.entry.type not in KINDS or len(tensor.shape) != 2:
+    if not stays_in_bits(tensor.entry, tensor.change) or len(tensor.shape) != 2:
         return {}
     return {CODES: GgufPart(tensor, True), SCALES: GgufPart(tensor, False)}

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from nanoinfer.gguf.families import family_of
-from nanoinfer.gguf.header import Entry, Header
+from nanoinfer.gguf.header import Entry, Header, layers_of
 from nanoinfer.gguf.tensor import GgufTensor
 
 COMMON = {  # the config's names of what most metadata say
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 IDS = ("eos_token_id", "bos_token_id")
@@ -29,7 +27,9 @@ LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of 27B, which divides qu
 def config_of(header: Header) -> dict[str, Any]:
     """Return the settings of a config.json. Raises ValueError, naming what is missing or unknown."""
     family = family_of(header)
-    sizes = {ours: header.needed(key) for key, ours in COMMON.items()}
+    sizes = {ours: header.needed(key) for key, ours in COMMON.items()} | {"num_hidden_layers": layers_of(header)}
+    if (dense := header.get("feed_forward_length")) is not None:  # of experts alone, files do not say
+        sizes["intermediate_size"] = dense
     further = {ours: header.get(key) for key, ours in family.keys.items() if header.get(key) is not None}
     own = {
         "model_type": family.model_type,
@@ -44,6 +44,7 @@ def config_of(header: Header) -> dict[str, Any]:
         **_experts(header),
         **_head(header, sizes),
         **_convolutions(header),
+        **_values(header),
     }
     rope = _rope(header, sizes)
     length = "original_max_position_embeddings"  # which classes with longrope read outside, too
@@ -95,6 +96,12 @@ def _convolutions(header: Header) -> dict[str, Any]:
     }
 
 
+def _values(header: Header) -> dict[str, Any]:
+    """Return the size of the gated delta rule's values, which files say of all heads together."""
+    inner = header.get("ssm.inner_size")
+    return {} if inner is None else {"linear_value_head_dim": inner // header.needed("ssm.time_step_rank")}
+
+
 def _head(header: Header, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the size of a head, if it is not the usual one, and what divides Gemma's products."""
     usual = sizes["hidden_size"] // sizes["num_attention_heads"]
@@ -118,6 +125,8 @@ def _rope(header: Header, sizes: Mapping[str, Any]) -> dict[str, Any]:
     rotated = header.get("rope.dimension_count", size)
     share = {} if rotated == size else {"partial_rotary_factor": rotated / size}
     own = {**_scaling(header, rotated, theta), "rope_theta": theta, **share}
+    if (sections := header.get("rope.dimension_sections")) is not None:  # filled up to four
+        own |= {"mrope_section": [section for section in sections if section], "mrope_interleaved": True}
     if header.architecture != "gemma3":
         return own
     local = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", LOCAL_THETA))}

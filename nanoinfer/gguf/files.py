@@ -7,13 +7,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from nanoinfer.gguf.blocks import CODES, GgufPart, parts_of
 from nanoinfer.gguf.families import family_of
-from nanoinfer.gguf.header import Header, import_gguf, read_header
+from nanoinfer.gguf.header import Header, import_gguf, layers_of, read_header
 from nanoinfer.gguf.tensor import PLAIN, GgufTensor
 
 log = logging.getLogger("nanoinfer")
@@ -21,6 +22,7 @@ log = logging.getLogger("nanoinfer")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = "", ".weight", ".bias"  # of names in the file, behind those that gguf's tables have
 OF_CONFIG = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # which config.py reads
+DELTA_BIAS = ".dt_bias", ".dt_proj.bias"  # a checkpoint's name, and that in gguf's tables
 MULTIMODAL = "language_model."  # in the names of a multimodal original, which the file has not
 Shape = tuple[int, ...]
 
@@ -48,8 +50,11 @@ class GgufFiles:
         stored = {name: stored_name(name).replace(MULTIMODAL, "", 1) for name in (*wanted, *plain_names)}
         names = _names(header, stored)
         family = family_of(header)
+        guessing = tuple(f"blk.{number}." for number in range(layers_of(header), header.needed("block_count")))
         for name, entry in header.entries.items():
-            plain = GgufTensor(entry, entry.shape, heads=family.heads_of(header, name), more=family.more_of(name))
+            if name.startswith(guessing):  # the tokens after the next one: no model runs it
+                continue
+            plain = GgufTensor(entry, entry.shape, family.change_of(header, name))
             for known in names.get(name, [] if name in OF_CONFIG else [name]):
                 expert = EXPERT.search(known)
                 if expert is not None and len(entry.shape) == 3:
@@ -85,7 +90,7 @@ def _shaped(tensor: GgufTensor, shape: Shape) -> GgufTensor:
     """Return a tensor in a shape that differs by dimensions of one; else as it is."""
     own = tensor.entry.shape
     if own != shape and [size for size in own if size != 1] == [size for size in shape if size != 1]:
-        return GgufTensor(tensor.entry, shape, heads=tensor.heads, more=tensor.more)
+        return replace(tensor, shape=shape)
     return tensor
 
 
@@ -96,7 +101,8 @@ def _names(header: Header, stored: Mapping[str, str]) -> dict[str, list[str]]:
     table = gguf.get_tensor_name_map(architecture, header.needed("block_count"))
     names: dict[str, list[str]] = defaultdict(list)
     for known, name in stored.items():
-        found = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        spelled = EXPERT.sub(".experts.", name).replace(*DELTA_BIAS)
+        found = table.get_name(spelled, try_suffixes=(".weight", ".bias"))
         in_file = next((f"{found}{end}" for end in ENDS if f"{found}{end}" in header.entries), None)
         if in_file is not None:
             names[in_file].append(known)

@@ -86,6 +86,11 @@ class Header:
         return value
 
 
+def layers_of(header: Header) -> int:
+    """Return how many layers the model has; those behind them guess the tokens after the next one."""
+    return int(header.needed("block_count")) - int(header.get("nextn_predict_layers", 0))
+
+
 def is_gguf(path: str | Path) -> bool:
     """Whether a path is that of a GGUF file, which may be missing."""
     return str(path).endswith(GGUF) and not Path(path).is_dir()

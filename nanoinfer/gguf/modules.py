@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from nanoinfer.gguf.blocks import KINDS
+from nanoinfer.gguf.blocks import stays_in_bits
+from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Header, import_gguf
 
 EMBEDDING = "token_embd.weight"  # is looked up as numbers of the dtype
@@ -20,10 +21,12 @@ def quantization_of(header: Header) -> dict[str, Any] | None:
     gguf = import_gguf()
     (architecture,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     table = gguf.get_tensor_name_map(architecture, header.needed("block_count"))
-    modules = defaultdict(list)
+    family, modules = family_of(header), defaultdict(list)
     for module, (_, name) in table.mapping.items():
         entry = header.entries.get(f"{name}.weight")
         is_ours = module.startswith("model.layers.") or module == HEAD
-        if entry is not None and is_ours and entry.type in KINDS and entry.name != EMBEDDING and len(entry.shape) > 1:
+        if entry is None or not is_ours or entry.name == EMBEDDING or len(entry.shape) < 2:
+            continue
+        if stays_in_bits(entry, family.change_of(header, entry.name)):
             modules[entry.type].append(module.replace(".experts.", ".experts.0."))
     return {"quant_method": "gguf", "types": dict(modules)} if modules else None

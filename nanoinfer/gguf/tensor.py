@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,20 +15,56 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 
 @dataclass(frozen=True)
+class Order:
+    """How rows or columns lie: in the file [count, outer, inner, size], in the checkpoint [count, inner, outer, size].
+
+    outer: -1: as many as there are
+    fixed: so many lie before these, as in the checkpoint
+    """
+
+    count: int
+    outer: int
+    inner: int
+    size: int = 1
+    fixed: int = 0
+
+    def places(self, total: int, unit: int = 1) -> Tensor:
+        """Return where in the file each of the checkpoint's is. unit: neighbours that count as one"""
+        fixed, sizes = self.fixed // unit, (self.count, self.outer, self.inner, self.size // unit)
+        moved = torch.arange(fixed, total // unit).reshape(sizes).transpose(1, 2).flatten()
+        return torch.cat([torch.arange(fixed), moved])
+
+
+@dataclass(frozen=True)
+class Change:
+    """What sets a file's tensor apart from the checkpoint's.
+
+    rows, columns: their orders; None: they are the checkpoint's
+    more: the numbers are so much more
+    is_exponential: they are -exp(x)
+    """
+
+    rows: Order | None = None
+    columns: Order | None = None
+    more: float = 0.0
+    is_exponential: bool = False
+
+
+UNCHANGED = Change()
+
+
+@dataclass(frozen=True)
 class GgufTensor:
     """A tensor, or one expert's matrix of a stack.
 
     shape: as the checkpoint has it, which may differ from the file's by dimensions of one
     number: of the expert; None: all
-    heads: its rows are those of so many heads whose halves lie side by side, pair by pair; 0: they are in order
-    more: its numbers are so much more than the checkpoint's
     """
 
     entry: Entry
     shape: tuple[int, ...]
+    change: Change = UNCHANGED
     number: int | None = None
-    heads: int = 0
-    more: float = 0.0
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -38,28 +72,28 @@ class GgufTensor:
 
     def get_dtype(self) -> str:
         """Return the type of the numbers, as safetensors names it; those of few bits become F32."""
-        return self.entry.type if self.entry.type in PLAIN and not self.more else "F32"
+        return self.entry.type if self.entry.type in PLAIN and not self._changes_numbers else "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return some of the numbers; of a matrix, no other rows are read."""
         index = (slice(None),) if index is ... else index if isinstance(index, tuple) else (index,)
-        stored = self._stored
+        stored, order = self._stored, self.change.rows
         if stored.ndim == 1:
-            return self._numbers(stored)[self._order].reshape(self.shape)[index]
+            numbers = self._numbers(stored)
+            return (numbers if order is None else numbers[order.places(len(numbers))]).reshape(self.shape)[index]
         numbers = self._numbers(self.stored_rows(index[0]))
+        if self.change.columns is not None:
+            numbers = numbers[:, self.change.columns.places(numbers.shape[1])]
         return numbers.reshape(-1, *self.shape[1:])[:, *index[1:]]
 
     def stored_rows(self, rows: slice) -> np.ndarray:
         """Return the bytes of some of the checkpoint's rows."""
-        if self.heads == 0:
-            return self._stored[rows]
-        return np.asarray(self._stored[self._order[rows].numpy()])
+        stored, order = self._stored, self.change.rows
+        return stored[rows] if order is None else np.asarray(stored[order.places(len(stored))[rows].numpy()])
 
-    @cached_property
-    def _order(self) -> Tensor:
-        """For each of the checkpoint's rows, the one in the file."""
-        rows = torch.arange(self.shape[0] if len(self._stored.shape) > 1 else math.prod(self.shape))
-        return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten() if self.heads else rows
+    @property
+    def _changes_numbers(self) -> bool:
+        return bool(self.change.more) or self.change.is_exponential
 
     @property
     def _stored(self) -> np.ndarray:
@@ -76,7 +110,9 @@ class GgufTensor:
         else:
             gguf = import_gguf()
             numbers = torch.from_numpy(gguf.dequantize(np.array(stored), gguf.GGMLQuantizationType[self.entry.type]))
-        return numbers.float() - self.more if self.more else numbers
+        if self.change.is_exponential:
+            return numbers.float().neg().log()
+        return numbers.float() - self.change.more if self.change.more else numbers
 
     def of_expert(self, number: int) -> GgufTensor:
         """Return one expert's matrix of a stack."""

@@ -21,9 +21,13 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 IN_PAIRS = ("llama", "granite")
-NORMS_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
+TILED = ("qwen35", "qwen35moe")
+NORMS_MORE = ("gemma", "gemma2", "gemma3", "nemotron", *TILED)
+STACKS = ".experts.gate_up_proj", ".experts.down_proj"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 SETTINGS = {
     "max_position_embeddings": "context_length",
@@ -72,6 +76,7 @@ def write_gguf(
     for name, numbers in rotations_of(config).items():
         writer.add_tensor(name, numbers.numpy().astype(np.float32))
     stands_for = dict(weights)
+    weights = one_by_one(weights)
     for name, members in stored_names(architecture, config["num_hidden_layers"], weights).items():
         changed = [change(weights[member], name, architecture, config) for member in members]
         stacked = torch.stack(changed) if EXPERT.search(members[0]) else changed[0]
@@ -80,7 +85,10 @@ def write_gguf(
         writer.add_tensor(name, blocks, raw_dtype=kind)
         numbers = torch.from_numpy(np.array(gguf.dequantize(blocks, kind))).reshape(stacked.shape)
         back = numbers.unbind() if EXPERT.search(members[0]) else [numbers]
+        assert kind == gguf.GGMLQuantizationType.F32 or members[0] in stands_for, "a stack stays as it is"
         for member, one in zip(members, back, strict=True):
+            if member not in stands_for:
+                continue
             stands_for[member] = change_back(one, name, architecture, config, weights[member].shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -102,6 +110,18 @@ def in_type(kind: str) -> Types:
         return "F32" if is_kept else kind
 
     return type_of
+
+
+def one_by_one(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with each expert's matrices instead of stacks; files have gates and ups apart."""
+    found = {name: tensor for name, tensor in weights.items() if not name.endswith(STACKS)}
+    for name in weights.keys() - found.keys():
+        module, _, stack = name.rpartition(".")
+        projections = ["gate_proj", "up_proj"] if stack == "gate_up_proj" else [stack]
+        for number, expert in enumerate(weights[name]):
+            for projection, matrix in zip(projections, expert.chunk(len(projections)), strict=True):
+                found[f"{module}.{number}.{projection}.weight"] = matrix
+    return found
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -129,6 +149,18 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     own["rope.dimension_count"] = int(size * both.get("partial_rotary_factor", 1))
     if "sliding_attention" in rope:
         own["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if "linear_num_value_heads" in config:
+        heads = config["linear_num_value_heads"]
+        own |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": config["linear_value_head_dim"] * heads,
+            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+        }
+        if "mrope_section" in both:
+            own["rope.dimension_sections"] = [*both["mrope_section"], 0]
     if config["model_type"] == "lfm2":
         counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
         own |= {"attention.head_count_kv": counts, "shortconv.l_cache": config["conv_L_cache"]}
@@ -163,7 +195,8 @@ def stored_names(architecture: str, layers: int, weights: Mapping[str, Tensor]) 
     table = gguf.get_tensor_name_map(number, layers)
     names: dict[str, list[str]] = {}
     for name in sorted(weights, key=lambda name: int(found[1]) if (found := EXPERT.search(name)) else 0):
-        stored = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        spelled = EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias")
+        stored = table.get_name(spelled, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         names.setdefault(stored, []).append(name)
     return names
@@ -177,21 +210,52 @@ def heads_of(name: str, architecture: str, config: Mapping[str, Any]) -> int:
     return next((config[setting] for kind, setting in kinds.items() if kind in name), 0)
 
 
+def adds_one(name: str, architecture: str) -> bool:
+    """Return whether the file has one more than the checkpoint."""
+    return architecture in NORMS_MORE and name.endswith("norm.weight") and "ssm_norm" not in name
+
+
+def tiles_of(name: str, config: Mapping[str, Any]) -> Tensor | None:
+    """Return which of a checkpoint's rows, or of ssm_out's columns, each of the file's is; None: all lie alike.
+
+    The converter has the first value head of each key, then the second of each, and so on.
+    """
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    heads_in_order = [key * (heads // keys) + value for value in range(heads // keys) for key in range(keys)]
+    if any(part in name for part in ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a")):
+        return torch.tensor(heads_in_order)
+    size = config["linear_value_head_dim"]
+    values = [head * size + place for head in heads_in_order for place in range(size)]
+    if "attn_gate" in name or "ssm_out" in name:
+        return torch.tensor(values)
+    if "attn_qkv" in name or "ssm_conv1d" in name:
+        fixed = 2 * keys * config["linear_key_head_dim"]
+        return torch.tensor([*range(fixed), *(fixed + value for value in values)])
+    return None
+
+
 def change(tensor: Tensor, name: str, architecture: str, config: Mapping[str, Any]) -> Tensor:
     """Return what the file has of a checkpoint's tensor."""
     tensor = tensor.float()
+    if architecture in TILED and (order := tiles_of(name, config)) is not None:
+        tensor = tensor[:, order] if "ssm_out" in name else tensor[order]
+        return -tensor.exp() if name.endswith("ssm_a") else tensor.squeeze(1) if tensor.dim() == 3 else tensor
     if heads := heads_of(name, architecture, config):
         return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    if architecture in NORMS_MORE and name.endswith("norm.weight"):
+    if adds_one(name, architecture):
         return tensor + 1
     return tensor.squeeze(1) if tensor.dim() == 3 else tensor.squeeze(0) if tensor.dim() == 2 else tensor
 
 
 def change_back(tensor: Tensor, name: str, architecture: str, config: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """Return the checkpoint's tensor of what the file has."""
+    if architecture in TILED and (order := tiles_of(name, config)) is not None:
+        tensor = tensor.neg().log() if name.endswith("ssm_a") else tensor
+        tensor = tensor[:, order.argsort()] if "ssm_out" in name else tensor[order.argsort()]
+        return tensor.reshape(shape)
     if heads := heads_of(name, architecture, config):
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-    return (tensor - 1 if architecture in NORMS_MORE and name.endswith("norm.weight") else tensor).reshape(shape)
+    return (tensor - 1 if adds_one(name, architecture) else tensor).reshape(shape)
 
 
 def make_blocks(numbers: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
