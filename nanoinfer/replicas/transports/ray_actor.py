@@ -66,7 +66,7 @@ def check_files(config: Config) -> None:
 
     Raises ValueError if one is not here.
     """
-    for option in ("model", "tokenizer", "draft_model", "hf_config_path"):
+    for option in ("model", "tokenizer", "draft_model"):
         folder = getattr(config, option)
         if folder is None or Path(folder).exists():
             continue
@@ -74,6 +74,6 @@ def check_files(config: Config) -> None:
             find_folder(option, name_of(folder), Path(folder).name, CHECKPOINT_FILES)
         if not Path(folder).exists():
             raise ValueError(
-                f"{option}={folder!r}: the machine {socket.gethostname()} has nothing there; with"
+                f"{option}={folder!r}: the machine {socket.gethostname()} has no such folder; with"
                 " data_parallel_backend='ray', all machines need it, such as on a disk that they share"
             )
