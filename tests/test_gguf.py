@@ -54,6 +54,7 @@ FAMILIES = {  # of each architecture what the metadata can say
     "olmo2": CASES["olmo2"],
     "phi3": CASES["phi3"],
     "phi3 longrope": CASES["phi3 longrope"],
+    "phi3 without windows": Case("Phi3ForCausalLM", "phi3", {"sliding_window": None}),
     "qwen2": CASES["qwen2"],
     "qwen2 yarn": Case("Qwen2ForCausalLM", "qwen2", {"rope_parameters": YARN}),
     "qwen2moe": Case("Qwen2MoeForCausalLM", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
@@ -81,7 +82,8 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_gives_what_its_weights_give(name: str, write: Write, make_llm: MakeLLM) -> None:
-    file, model = write(FAMILIES[name])
+    no_window = {"attention.sliding_window": 0} if "without windows" in name else {}  # as the converter writes it
+    file, model = write(FAMILIES[name], **no_window)
     run(make_llm(file, device="cpu", **FAMILIES[name].small), model, prompt_logprobs=0)
 
 
@@ -341,6 +343,16 @@ def test_a_file_that_is_cut_off(write: Write, make_llm: MakeLLM) -> None:
             make_llm(path, **OPTIONS)
     file.write_bytes(whole[:4] + b"\x01" + whole[5:])
     with pytest.raises(ValueError, match=r"is in version 1 of GGUF: must be 2 or 3"):
+        make_llm(path, **OPTIONS)
+
+
+def test_a_type_that_nobody_knows(write: Write, make_llm: MakeLLM) -> None:
+    path, _ = write(CASES["qwen3"])
+    content = bytearray(Path(path).read_bytes())
+    place = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8  # behind its dimensions
+    content[place] = 200
+    Path(path).write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.gguf: output_norm\.weight, at the byte \d+, has the type 200, which"):
         make_llm(path, **OPTIONS)
 
 

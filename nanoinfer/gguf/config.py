@@ -30,7 +30,7 @@ def config_of(header: Header) -> dict[str, Any]:
     sizes = {ours: header.needed(key) for key, ours in COMMON.items()} | {"num_hidden_layers": layers_of(header)}
     if (dense := header.get("feed_forward_length")) is not None:  # of experts alone, files do not say
         sizes["intermediate_size"] = dense
-    further = {ours: header.get(key) for key, ours in family.keys.items() if header.get(key) is not None}
+    further = {ours: value for key, ours in family.keys.items() if (value := header.get(key))}  # a window of 0 is none
     own = {
         "model_type": family.model_type,
         "architectures": [family.name],
@@ -147,7 +147,9 @@ def _scaling(header: Header, rotated: int, theta: float) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": header.needed("rope.scaling.factor")}
     if kind == "yarn":
         factor = header.needed("rope.scaling.factor")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+        betas = {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        own = {name: value for name, value in betas.items() if value is not None}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **own}
     raise ValueError(
         f"{header.path}: rope.scaling.type={kind!r}: must be none, linear, yarn, or have factors in tensors"
     )

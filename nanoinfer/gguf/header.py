@@ -217,9 +217,8 @@ def _entries(reader: _Reader, count: int, alignment: int) -> Iterator[Entry]:
         try:
             kind = gguf.GGMLQuantizationType(number)
         except ValueError:
-            raise ValueError(
-                f"{reader.path}: {name} has the type {number}, which the package gguf does not know"
-            ) from None
+            where = f"{reader.path}: {name}, at the byte {begin + offset},"
+            raise ValueError(f"{where} has the type {number}, which the package gguf does not know") from None
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % size:
             raise ValueError(
