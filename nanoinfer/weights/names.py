@@ -185,6 +185,10 @@ class Part:
         is_own = known is not None and known.startswith(self.beginning) and not known.endswith(self.unread)
         return known if is_own else None
 
+    def stored_name(self, name: str) -> str:
+        """Return a name in the checkpoint for one in the table."""
+        return self.names.stored_name(name)
+
     def is_turned(self, name: str) -> bool:
         """Return whether the matrix of this name in the table is stored as [in, out]."""
         return self.names.is_turned(name)

@@ -134,7 +134,7 @@ class FileSource:
     @property
     def is_empty(self) -> bool:
         """Whether the files hold no tensor that `names` knows."""
-        return next(self._tensors(), None) is None
+        return next(self._tensors({}), None) is None
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
