@@ -16,7 +16,7 @@ from nanoinfer.weights.adapters.source import open_adapter
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
-TOWER = r".*(vision|visual|projector|connector|embed_vision).*"
+TOWER = r".*(vision|visual|projector|connector|embed_vision|merger|audio_tower).*"
 NO_MATRIX = r".*(shared_expert_gate|router.*|gate\.wg|kv_b_proj)"  # of those that multiply what a layer gets
 REFUSED = {"falcon_h1": r".*mamba\.out_proj", "nemotron_h": r".*mixer\.out_proj"}  # by PEFT itself
 STACKS = [f"experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")]

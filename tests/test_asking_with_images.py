@@ -80,6 +80,10 @@ class Checkpoint:
         return self.expected(self.processor(text=text, images=images or None, return_tensors="pt"))
 
     def of_chat(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        if self.seeing.case == "llava-onevision":  # in chats, transformers leaves out the tiles of several images
+            parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
+            text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
+            return self.of_text(text, [part["image"] for part in parts if part["type"] == "image"])
         how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
         return self.expected(self.processor.apply_chat_template(messages, **how))
 

@@ -461,7 +461,8 @@ class TestWhatCannotBe:
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), formats=all_in(Fp8Format()))
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             check_ranks_in_order(model, 2, on_cpu=False)
-        experts = MoEConfig((False, True), count=8, size=192, routing=Routing(used=2))
+        sparse = (*(False,) * (model.num_layers - 1), True)
+        experts = MoEConfig(sparse, count=8, size=192, routing=Routing(used=2))
         check_ranks_in_order(replace(model, hidden_size=256, experts=experts), 2, on_cpu=False)
         for formats in (PLAIN_FORMATS, *map(all_in, (Fp8Format((64, 128)), Fp8Format((None, None))))):
             check_ranks_in_order(replace(model, formats=formats), 2, on_cpu=False)

@@ -106,7 +106,7 @@ def changed(folder: Path, target: Path, **files: dict[str, Any]) -> str:
 
 
 def make_texts(folder: str, task: str, sees: bool = False) -> ModelTexts:
-    config: Any = SimpleNamespace(model=folder, tokenizer=None, sees=sees, max_model_len=512)
+    config: Any = SimpleNamespace(model=folder, hf_config_path=None, tokenizer=None, sees=sees, max_model_len=512)
     texts = TextTokenizer(config, AutoTokenizer.from_pretrained(folder))
     return ModelTexts(config, texts, TextSettings.read(folder, task))
 

@@ -114,11 +114,11 @@ class Others:
         self.segments: set[Path] = set()
         start, read, before = BaseProcess.start, Checkpoint.open, shared_memory("self")
 
-        def note_and_read(folder: str) -> Checkpoint:
+        def note_and_read(*where: str | None) -> Checkpoint:
             self.running = sum(process.is_alive() for process in self.processes)
             self.segments = shared_memory("self") - before
             self.act()
-            return read(folder)
+            return read(*where)
 
         monkeypatch.setattr(BaseProcess, "start", lambda process: (self.processes.append(process), start(process))[1])
         monkeypatch.setattr(Checkpoint, "open", note_and_read)

@@ -88,9 +88,10 @@ class RotatedFormat(Format):
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> Experts:
         """Raise ValueError: experts have no such products."""
+        first = tensors.module(tensors.above[0], 0)
         raise ValueError(
-            f"model: quantization_config has a transform_config that rotates {tensors.module(tensors.up, 0)}: must"
-            " leave out experts: nothing rotates them here"
+            f"model: quantization_config has a transform_config that rotates {first}: must leave out experts: nothing"
+            " rotates them here"
         )
 
     @property
