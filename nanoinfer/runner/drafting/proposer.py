@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ MOST_SHOWN = 60  # characters of a value in an error message
 Form = tuple[torch.dtype, tuple[int, ...], torch.device]  # of a tensor
 
 
-class Proposer:
+class Proposer(ABC):
     """Proposes tokens that may follow the rows of a batch, all of it on the device.
 
     It may see all steps, and the model's hidden states, in the order in which these methods stand here. By default it
@@ -37,12 +39,12 @@ class Proposer:
     def begin_plain(self, num_rows: int) -> None:
         """Begin a plain step of so many rows."""
 
+    @abstractmethod
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Begin a verifying step: return guesses for its rows, [rows, n] int32, and how many each has, [rows] int32.
 
         guesses: the step has places for so many; n is at most the option max_guesses
         """
-        raise NotImplementedError
 
     def see_rows(self, hidden: Tensor) -> None:
         """See a plain step, which the model has computed; hidden: [rows, hidden_size]"""
