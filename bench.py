@@ -29,6 +29,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.cache_layout import USUAL_BLOCK_SIZE
 from nanoinfer.benchmark.adapters import load_adapters
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
+from nanoinfer.benchmark.eyes.shapes import EYES
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops, measure_rates
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.output.files import check_files, write_files
@@ -37,7 +38,6 @@ from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.save import check_save, save_weights
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
-from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import (
     SHAPE_FIELDS,
@@ -66,7 +66,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     startup = time.perf_counter() - start
     with llm:
         config = llm.config
-        work = recipe.draw(config.description.vocab_size)
+        work = recipe.draw(config.description.vocab_size, EYES.get(args.config))
         check_fits(work, llm)
         if recipe.repeat_rate is not None:
             status.begin("writing weights whose text repeats")
@@ -95,8 +95,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         config.torch_state_dtype.itemsize,
     )
     limits = limits_of(llm)
-    vision = None if config.hf_config is None else config.hf_config.vision_config
-    floor = Floor.of(work.as_it_ended(repeats[-1].output_lens), config.description, limits, *itemsizes, vision)
+    floor = Floor.of(work.as_it_ended(repeats[-1].output_lens), config.description, limits, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     tokens_out = round(statistics.median(sum(repeat.output_lens) for repeat in repeats))
@@ -297,8 +296,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
-    if args.workload and WORKLOADS[args.workload].images and (args.config not in TOWERS or args.compare):
-        parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
+    if args.workload and WORKLOADS[args.workload].images and (args.config not in EYES or args.compare):
+        parser.error(f"--workload {args.workload}: needs --config {' or '.join(EYES)}, and no --compare")
     if args.workload and WORKLOADS[args.workload].only_reads and (args.compare or args.adapters or args.weights):
         parser.error(f"--workload {args.workload}: generates nothing, without --compare, --adapters and --weights")
     repeats = args.workload and WORKLOADS[args.workload].repeat_rate is not None

@@ -9,12 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from nanoinfer.benchmark.least_steps import Limits, StepSum, decode_steps, prefill_steps
-from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import FP8
@@ -56,13 +54,11 @@ class Floor:
         itemsize: int,
         cache_itemsize: int | None = None,
         state_itemsize: int = 4,
-        vision: Any = None,
     ) -> Floor:
         """Count each step's products, the keys, values and states that decode reads, and the prompts' attention.
 
         itemsize: bytes of a number of the model's dtype; cache_itemsize: in the KV cache, None: as many;
             state_itemsize: in states
-        vision: the config of the tower, if prompts have images
 
         All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
         Each decode step reads and writes each row's states once; prompts only compute with them.
@@ -79,7 +75,7 @@ class Floor:
         dense, expert = _layer_weights(model), _expert_weights(model)
         num_steps = sum(steps.count for steps in decode)
         loads = [
-            *_tower_loads(work, vision, itemsize),
+            *_tower_loads(work, itemsize),
             Load(_numbers_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
             Load(0, 2 * model.num_heads * _pairs(work, model)),
             *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
@@ -112,12 +108,13 @@ class Floor:
         return sum(map(of, self.loads)) / devices
 
 
-def _tower_loads(work: Workload, vision: Any, itemsize: int) -> list[Load]:
+def _tower_loads(work: Workload, itemsize: int) -> list[Load]:
     """Count what a tower reads, its matrices once, and computes: each different image once."""
     if not work.images:
         return []
-    weights, operations = tower_products(vision, work.images)
-    return [Load(weights * itemsize, operations)]
+    assert work.eyes is not None
+    tower = work.eyes.tower
+    return [Load(tower.weights * itemsize, work.images * tower.operations)]
 
 
 def _numbers_read(work: Workload, model: Description, num_steps: int) -> int:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from nanoinfer.attention import make_backend
+from nanoinfer.benchmark.eyes.shapes import EYES
 from nanoinfer.benchmark.output.status_line import StatusLine
-from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.workloads import has_experts, has_stacks, write_config
 from nanoinfer.checkpoint import GENERATE, Checkpoint
 from nanoinfer.config import Config
@@ -122,7 +122,7 @@ def _config_of(args: argparse.Namespace, folder: Path) -> Config:
         quantization=args.quantization,
         dtype=args.dtype,
         device=args.device,
-        images=args.config in TOWERS,
+        images=args.config in EYES,
         max_model_len=2,  # no request runs
         attention_backend="torch",
     )

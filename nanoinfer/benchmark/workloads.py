@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.benchmark import vision
+from nanoinfer.benchmark.eyes.eyes import SIDE, Eyes, draw_images
+from nanoinfer.benchmark.eyes.shapes import EYES
 
 SHAPE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -16,10 +17,17 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "rope_theta": 1000000.0, "max_position_embeddings": 40960}
 QWEN2 = {"model_type": "qwen2", "rope_theta": 1000000.0, "max_position_embeddings": 32768}
+QWEN3_VL = {
+    "model_type": "qwen3_vl_text", "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+    },
+}  # fmt: skip
 LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 LLAMA_ROPE = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+SMOLLM2 = {**LLAMA, "rope_theta": 130000.0, "max_position_embeddings": 8192}
 MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
 PHI = {"model_type": "phi3", "rope_theta": 250000.0, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
 OLMO = {"model_type": "olmo2", "rope_theta": 500000.0, "max_position_embeddings": 4096}
@@ -198,9 +206,11 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         },
     ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
-    "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 151936), vision.TEXT),
-    "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), vision.TEXT),
-    "qwen3-vl-8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), vision.TEXT),
+    "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 151936), QWEN3_VL),
+    "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), QWEN3_VL),
+    "qwen3-vl-8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), QWEN3_VL),
+    "internvl3-8b": ((3584, 18944, 28, 28, 4, 128, False, 151674), QWEN2),
+    "smolvlm-2b": ((2048, 8192, 24, 32, 32, 64, False, 49280), SMOLLM2),
 }  # published shapes, but for the tiny ones
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
@@ -239,10 +249,11 @@ class Recipe:
     max_model_len: int = 4096
     kv_tokens: int | None = None  # the KV cache has the fewest blocks that hold so many; None: what the memory holds
 
-    def draw(self, vocab_size: int) -> Workload:
+    def draw(self, vocab_size: int, eyes: Eyes | None = None) -> Workload:
         """Draw prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix is drawn last.
 
         Images are drawn for each repeat.
+        eyes: of the model, if the workload has images
         """
         rand = random.Random(0).randint
         top = min(MAX_TOKEN, vocab_size - 1)
@@ -251,16 +262,17 @@ class Recipe:
         prefix = [rand(0, top) for _ in range(self.prefix_len)]
         images = min(self.images, self.num_seqs)
         if images:
-            prefix = [vision.BEGIN, *[vision.IMAGE] * vision.TOKENS, vision.END]
+            assert eyes is not None
+            prefix = eyes.seen
         shared = len(prefix) if images < self.num_seqs else 0
         prompts = [prefix + prompt for prompt in prompts]
         stop_ids = [] if self.mean_output is None else draw_stop_ids(self.mean_output, vocab_size)
-        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images, stop_ids)
+        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images, eyes, stop_ids)
 
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
-        prefix += f"one of {self.images} images of {vision.SIDE} x {vision.SIDE} + " if self.images else ""
+        prefix += f"one of {self.images} images of {SIDE} x {SIDE} + " if self.images else ""
         if self.mean_output is not None:
             output = f"{self.mean_output} on average (at most {output})"
         samples = f", {self.samples} samples" if self.samples > 1 else ""
@@ -310,7 +322,7 @@ class Workload:
     prompts: their tokens, in which an image has all of its placeholders
     prefix_len: so many first tokens they share, with those of `prefixes` that have the same; in turn
     samples: of each prompt
-    images: how many come before the prompts, in turn
+    images: how many come before the prompts, in turn; eyes: of the model that sees them
     stop_ids: tokens that end a sample
     """
 
@@ -320,6 +332,7 @@ class Workload:
     samples: int = 1
     prefixes: int = 1
     images: int = 0
+    eyes: Eyes | None = None
     stop_ids: list[int] = field(default_factory=list)
 
     def repeat(self, index: int, vocab_size: int) -> list[Any]:
@@ -330,11 +343,11 @@ class Workload:
         top = min(MAX_TOKEN, vocab_size - 1) + 1
         if not self.images:
             return [[(token + index) % top for token in prompt] for prompt in self.prompts]
-        images = vision.draw_images(self.images, index)
-        begin = [vision.BEGIN, vision.IMAGE, vision.END]
-        texts = [[(token + index) % top for token in prompt[vision.TOKENS + 2 :]] for prompt in self.prompts]
+        assert self.eyes is not None
+        images, given, length = draw_images(self.images, index), self.eyes.given, len(self.eyes.seen)
+        texts = [[(token + index) % top for token in prompt[length:]] for prompt in self.prompts]
         return [
-            {"prompt_token_ids": begin + text, "multi_modal_data": {"image": [images[number % self.images]]}}
+            {"prompt_token_ids": given + text, "multi_modal_data": {"image": [images[number % self.images]]}}
             for number, text in enumerate(texts)
         ]
 
@@ -387,7 +400,7 @@ def write_config(name: str, folder: str) -> None:
         **family,
         **dict(zip(SHAPE_FIELDS, shape, strict=True)),
     }
-    if name in vision.TOWERS:
-        vision.write_processor(folder)
-        config = vision.with_tower(name, config)
+    if (eyes := EYES.get(name)) is not None:
+        eyes.write_processor(folder)
+        config = eyes.around(config)
     (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
