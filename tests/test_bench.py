@@ -33,6 +33,8 @@ sys.path.insert(0, str(ROOT))
 import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark.eyes.families import internvl3, smolvlm
+from nanoinfer.benchmark.eyes.shapes import EYES
 from nanoinfer.benchmark.least_steps import StepSum, decode_steps
 from nanoinfer.benchmark.output import status_line
 from nanoinfer.benchmark.output.files import check_writable
@@ -40,7 +42,6 @@ from nanoinfer.benchmark.output.plot import binned_rate, plot
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
-from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.engine.results.step_result import StepResult
@@ -609,7 +610,7 @@ def test_the_floor_counts_states_beside_keys() -> None:
         ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
         ("glm-4.5-air", 106.9), ("deepseek-v2-lite", 15.7), ("glm-4.7-flash", 29.9),
         ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23), ("nemotron-3-nano", 31.57),
-        ("qwen3-vl-2b", 1.72), ("qwen3-vl-8b", 8.19),
+        ("qwen3-vl-2b", 1.72), ("qwen3-vl-8b", 8.19), ("internvl3-8b", 7.61), ("smolvlm-2b", 1.81),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
@@ -632,19 +633,20 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_prompts_with_images_have_the_tokens_that_the_floor_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "tokens"), [("qwen3-vl-2b", 1024), ("internvl3-8b", 2560), ("smolvlm-2b", 1377)])
+def test_prompts_with_images_have_the_tokens_that_the_floor_counts(name: str, tokens: int, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from cases.vision import processor_of
 
-    bench.write_config("qwen3-vl-2b", str(tmp_path))
-    processor = processor_of(str(tmp_path), Checkpoint.open(str(tmp_path)).hf_config)
+    bench.write_config(name, str(tmp_path))
+    config, eyes = Checkpoint.open(str(tmp_path)).hf_config, EYES[name]
+    processor, size = processor_of(str(tmp_path), config), config.get_text_config().vocab_size
+    assert eyes.seen.count(config.image_token_id) == eyes.tower.embeddings == tokens
     for images, keys in ((4, 4), (2, 2)):
-        work = replace(bench.WORKLOADS["images"], num_seqs=4, images=images).draw(vocab_size=151936)
+        work = replace(bench.WORKLOADS["images"], num_seqs=4, images=images).draw(size, eyes)
         first, second = (
             [processor.prepare("prompt", each["prompt_token_ids"], each["multi_modal_data"]["image"]) for each in given]
-            for given in (work.repeat(0, 151936), work.repeat(1, 151936))
+            for given in (work.repeat(0, size), work.repeat(1, size))
         )
         assert [prompt.token_ids for prompt in first] == work.prompts
         assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
@@ -655,9 +657,8 @@ def test_prompts_with_images_have_the_tokens_that_the_floor_counts(
 def test_the_floor_of_a_tower(name: str, millions: float, tmp_path: Path) -> None:
     """Its operations are those that torch counts, of an image of 64 x 64 patches."""
     bench.write_config(name, str(tmp_path))
-    vision = Checkpoint.open(str(tmp_path)).hf_config.vision_config
-    weights, operations = tower_products(vision, 3)
-    assert weights / 1e6 == pytest.approx(millions, rel=0.005)
+    vision, counted = Checkpoint.open(str(tmp_path)).hf_config.vision_config, EYES[name].tower
+    assert counted.weights / 1e6 == pytest.approx(millions, rel=0.005)
     with torch.device("meta"):
         tower = AutoModel.from_config(vision)
         patches = torch.empty(4096, 1536)
@@ -665,7 +666,32 @@ def test_the_floor_of_a_tower(name: str, millions: float, tmp_path: Path) -> Non
     ends, derived = derive(tower, grid)
     with FlopCounterMode(display=False) as counter:
         tower(patches, grid_thw=grid, **ends, **{name: tensor.to("meta") for name, tensor in derived.items()})
-    assert operations == 3 * counter.get_total_flops()
+    assert counted.operations == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "side", "millions"), [("internvl3-8b", 10, 448, 330.1), ("smolvlm-2b", 17, 384, 433.1)]
+)
+def test_the_floor_of_a_tower_of_tiles(name: str, tiles: int, side: int, millions: float, tmp_path: Path) -> None:
+    """Its operations are those that torch counts, its numbers those of the matrices in transformers' tower."""
+    bench.write_config(name, str(tmp_path))
+    counted = EYES[name].tower
+    with torch.device("meta"):
+        model = AutoModel.from_config(Checkpoint.open(str(tmp_path)).hf_config)
+        pixels = torch.empty(tiles, 3, side, side)
+    tower = model.vision_tower if name == "internvl3-8b" else model.vision_model
+    projector = model.multi_modal_projector if name == "internvl3-8b" else model.connector
+    matrices = [own for part in (tower, projector) for key, own in part.named_parameters() if "position" not in key]
+    assert counted.weights == sum(own.numel() for own in matrices if own.ndim > 1 and own.shape[0] > 1)
+    assert counted.weights / 1e6 == pytest.approx(millions, rel=0.005)
+    with FlopCounterMode(display=False) as counter:
+        if name == "internvl3-8b":
+            seen = model.get_image_features(pixels, return_dict=True).pooler_output
+        else:  # part by part, for the whole reads a mask, which has no numbers here
+            patches = tower.embeddings.patch_embedding(pixels).flatten(2).mT
+            seen = projector(tower.post_layernorm(tower.encoder(patches).last_hidden_state))
+    assert seen.flatten(0, 1).shape == (counted.embeddings, model.config.text_config.hidden_size)
+    assert counted.operations == counter.get_total_flops()
 
 
 def test_prompts_of_several_prefixes_are_computed_and_read_once_each() -> None:
@@ -677,11 +703,34 @@ def test_prompts_of_several_prefixes_are_computed_and_read_once_each() -> None:
     assert two.loads[0].num_bytes == 2 * one.loads[0].num_bytes > 0
 
 
+@pytest.mark.parametrize("name", ["tiny-vl", "internvl3-8b", "smolvlm-2b"])
+def test_images_of_each_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their images have the published numbers of tiles and tokens; hidden states are small."""
+    pytest.importorskip("PIL")
+    file = tmp_path / "figures.json"
+    monkeypatch.setitem(EYES, "internvl3-8b", internvl3(32, 64, 1, 2, 64))
+    monkeypatch.setitem(EYES, "smolvlm-2b", smolvlm(32, 64, 1, 2, 64))
+    for tiled in ("internvl3-8b", "smolvlm-2b"):
+        sizes, family = bench.SHAPES[tiled]
+        monkeypatch.setitem(bench.SHAPES, tiled, ((64, 128, 2, 2, 2, 32, *sizes[6:]), family))
+    monkeypatch.setitem(bench.WORKLOADS, "images", replace(bench.WORKLOADS["images"], output_lens=(8, 8)))
+    command = f"bench.py --config {name} --workload images --num-seqs 2 --device cpu --json {file}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    bench.main()
+    figures = json.loads(file.read_text())
+    assert figures["tokens_in"] == 2 * (len(EYES[name].seen) + 64)
+    assert figures["tokens_out"] == 2 * 8
+    assert 0 < figures["fraction_of_floor"] < 1
+    assert "one of 256 images of 1024 x 1024 + 64 in, 8 out: 2 requests" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [[], ["--config", "8b"], ["--config", "qwen3-vl-2b", "--compare", "transformers"]])
 def test_images_for_a_model_that_does_not_see(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse_args(["--workload", "images", *options])
-    assert "--workload images: needs --config tiny-vl or qwen3-vl-2b or qwen3-vl-8b" in capsys.readouterr().err
+    assert "--workload images: needs --config tiny-vl or qwen3-vl-2b or qwen3-vl-8b or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [[], ["--config", "8b"]])

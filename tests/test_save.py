@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench
 from nanoinfer import LLM
 from nanoinfer.benchmark import save
+from nanoinfer.benchmark.eyes.families import internvl3, smolvlm
+from nanoinfer.benchmark.eyes.shapes import EYES
 from nanoinfer.benchmark.workloads import SHAPES
 from nanoinfer.weights import saving
 from nanoinfer.weights.formats.groups.fields import Packing
@@ -82,7 +84,13 @@ SMALL = {
         },
     ),
     "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 512), {}),
+    "internvl3-8b": ((128, 128, 2, 4, 2, 32, False, 512), {}),
+    "smolvlm-2b": ((128, 128, 2, 4, 4, 32, False, 512), {}),
 }  # published shapes, with these sizes and settings instead
+SMALL_EYES = {
+    "internvl3-8b": internvl3(32, 64, 1, 2, 128),
+    "smolvlm-2b": smolvlm(32, 64, 1, 2, 128),
+}
 PROMPTS = [[5, 400, 17, 3, 250], [9] * 9]
 TOKENS = 12
 
@@ -92,6 +100,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published shapes are small ones."""
     for name, (sizes, settings) in SMALL.items():
         monkeypatch.setitem(SHAPES, name, (sizes, SHAPES[name][1] | settings))
+    for name, eyes in SMALL_EYES.items():
+        monkeypatch.setitem(EYES, name, eyes)
 
 
 Run = Callable[..., str]
@@ -142,7 +152,7 @@ def loaded(folder: str, kind: type = AutoModelForCausalLM, dtype: torch.dtype = 
     return model
 
 
-@pytest.mark.parametrize("name", of_each_kind(zip(name for name in SMALL if name != "tiny-vl"), 7))
+@pytest.mark.parametrize("name", of_each_kind(zip(name for name in SMALL if name not in EYES), 7))
 def test_the_same_tokens_from_the_shape_its_checkpoint_and_transformers(
     name: str, run: Run, drawn: Callable[..., LLM], make_llm: Callable[..., LLM]
 ) -> None:
@@ -225,11 +235,20 @@ def test_skewed_routers(run: Run, drawn: Callable[..., LLM], make_llm: Callable[
     assert tokens_of(make_llm(folder, device="cpu")) == tokens_of(drawn("30b-a3b", load_format="dummy_skewed"))
 
 
-@pytest.mark.parametrize("quantization", of_each_kind(zip([None, "int8", "fp8"]), 0))
-def test_a_model_that_sees(quantization: str | None, run: Run, drawn: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    of_each_kind(
+        [
+            *(("tiny-vl", quantization) for quantization in (None, "int8", "fp8")),
+            *((name, None) for name in SMALL_EYES),
+        ],
+        0, 3, 4,
+    ),
+)  # fmt: skip
+def test_a_model_that_sees(name: str, quantization: str | None, run: Run, drawn: Callable[..., LLM]) -> None:
     pytest.importorskip("PIL", reason="needs pillow: pip install -e '.[test]'")
-    folder = run("--config tiny-vl" + (f" --quantization {quantization}" if quantization else ""))
-    assert tokens_of(drawn("tiny-vl", quantization=quantization)) == theirs(loaded(folder, AutoModelForImageTextToText))
+    folder = run(f"--config {name}" + (f" --quantization {quantization}" if quantization else ""))
+    assert tokens_of(drawn(name, quantization=quantization)) == theirs(loaded(folder, AutoModelForImageTextToText))
 
 
 def test_several_files_and_the_dtype(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
