@@ -160,7 +160,8 @@ class Beside:
             return self.spelling.stored_name(name)
         if name.startswith(OTHER_MODELS):
             return f"model.{name}"
-        return name.replace("model.", f"model.{LANGUAGE_MODEL}", 1)
+        part = next((own for own, known in self.spelling.parts if not known), LANGUAGE_MODEL)
+        return name.replace("model.", f"model.{part}", 1)
 
 
 NOTHING = Beside()
