@@ -13,19 +13,20 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.rotation import rotate_heads
 
+# What MLPs call their first product, the activation and the second product: Qwen's, and those of SigLIP.
+MLPS = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "activation_fn", "fc2"))
+
 
 def take_fewer_passes(model: nn.Module) -> None:
-    """Replace what some modules of a tower compute; those of Qwen's towers are known, others stay as they are.
+    """Replace what some modules of a tower compute: those of Qwen's towers and of SigLIP. Others stay as they are.
 
     Then cu_seqlens, which tell a tower where an image ends, must be in host memory.
     """
-    from transformers.activations import GELUTanh  # here, for a model that cannot see does without
-
     for module in model.modules():
         if hasattr(module, "num_heads") and _has_equal_parts(getattr(module, "qkv", None)):
             _replace(module, _attend)
-        elif hasattr(module, "linear_fc1") and isinstance(module.act_fn, GELUTanh):
-            _replace(module, _mlp)
+        elif (products := _find_products(module)) is not None:
+            _replace(module, _mlp_of(*products))
         elif isinstance(module, nn.Conv3d) and module.kernel_size == module.stride:
             _replace(module, _one_patch)
 
@@ -33,6 +34,16 @@ def take_fewer_passes(model: nn.Module) -> None:
 def _has_equal_parts(qkv: nn.Module | None) -> bool:
     """Return whether a projection gives as many numbers of keys, and of values, as of queries."""
     return isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features
+
+
+def _find_products(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
+    """Return the products of an MLP whose activation the first one can apply; None: it is none."""
+    from transformers.activations import GELUTanh  # here, for a model that cannot see does without
+
+    for first, activation, second in MLPS:
+        if isinstance(getattr(module, activation, None), GELUTanh) and hasattr(module, first):
+            return getattr(module, first), getattr(module, second)
+    return None
 
 
 def _replace(module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -65,12 +76,16 @@ def _runs(ends: list[int]) -> Iterator[tuple[int, int, int]]:
         yield images[0][0], len(images), length
 
 
-def _mlp(self: Any, hidden_state: Tensor) -> Tensor:
-    """Let the first product apply the activation."""
-    first = self.linear_fc1
-    inner = torch._addmm_activation(first.bias, hidden_state, first.weight.T, use_gelu=True)
-    projected: Tensor = self.linear_fc2(inner)
-    return projected
+def _mlp_of(first: nn.Linear, second: nn.Linear) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return an MLP whose first product applies the activation."""
+
+    def mlp(_: nn.Module, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, -2)
+        inner = torch._addmm_activation(first.bias, rows, first.weight.T, use_gelu=True)
+        projected: Tensor = second(inner)
+        return projected.view(*hidden_states.shape[:-1], -1)
+
+    return mlp
 
 
 def _one_patch(self: Any, patches: Tensor) -> Tensor:
