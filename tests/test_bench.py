@@ -111,7 +111,7 @@ def test_weights_times_updates_and_sleep(
 )
 def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int, longest: int) -> None:
     recipe = bench.WORKLOADS[name]
-    work = recipe.draw(vocab_size=151936)
+    work = recipe.draw(151936, EYES["qwen3-vl-2b"])
     assert len(work.prompts) == len(work.output_lens) == num_seqs
     assert (work.tokens_in, work.tokens_out) == (tokens_in, tokens_out)
     assert max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)) == longest
