@@ -29,11 +29,19 @@ def take_fewer_passes(model: nn.Module) -> None:
             _replace(module, _mlp_of(*products))
         elif isinstance(module, nn.Conv3d) and module.kernel_size == module.stride:
             _replace(module, _one_patch)
+        elif isinstance(module, nn.Conv2d) and _has_patches(module):
+            _replace(module, _patches)
 
 
 def _has_equal_parts(qkv: nn.Module | None) -> bool:
     """Return whether a projection gives as many numbers of keys, and of values, as of queries."""
     return isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features
+
+
+def _has_patches(convolution: nn.Conv2d) -> bool:
+    """Return whether what a convolution multiplies are patches side by side, all channels of each."""
+    is_whole = convolution.padding in ("valid", (0, 0)) and convolution.groups == 1 and convolution.dilation == (1, 1)
+    return is_whole and convolution.kernel_size == convolution.stride
 
 
 def _find_products(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
@@ -91,3 +99,13 @@ def _mlp_of(first: nn.Linear, second: nn.Linear) -> Callable[[nn.Module, Tensor]
 def _one_patch(self: Any, patches: Tensor) -> Tensor:
     """A convolution of patches, each as large as its kernel, is a product: [patches, out_channels]."""
     return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
+def _patches(self: Any, images: Tensor) -> Tensor:
+    """A convolution of patches is a product: [images, out_channels, rows, columns], each patch's numbers side by side.
+
+    Towers add to these numbers layer by layer, and sums keep their order: channel by channel, each pass would be slow.
+    """
+    height, width = self.kernel_size
+    patches = images.unfold(2, height, height).unfold(3, width, width).permute(0, 2, 3, 1, 4, 5).flatten(3)
+    return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
