@@ -94,7 +94,7 @@ def _idefics3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         )
         return "\n".join([*tiles, "", whole])
 
-    options = {"return_row_col_info": True}
+    options = {"return_row_col_info": True, "do_pad": False}  # its tiles are of one size: their mask would hide nothing
     fixed = {"image_seq_len": (length,)}
     return Placeholder(image, "Idefics3ImageProcessor", expand, options=options, fixed=fixed)
 
