@@ -8,7 +8,7 @@ from nanoinfer.checkpoint import GENERATE, Checkpoint
 from nanoinfer.drafting.options import MTP
 from nanoinfer.drafting.tokens import check_tokens
 from nanoinfer.models.description import Description
-from nanoinfer.models.prediction_head import describe_head, names_of_head
+from nanoinfer.models.prediction_head import describe_heads, names_of_heads
 from nanoinfer.models.ranks import check_in_order
 from nanoinfer.weights.sources import FileSource
 
@@ -20,14 +20,14 @@ class Draft:
     option: what asks for it, as errors name it
     folder: where its files are
     layers: the numbers of its layers in the KV cache, behind those of the other model
-    is_head: it is that model's prediction head, and reads its hidden states
+    are_heads: it is that model's prediction heads, and reads its hidden states
     """
 
     option: str
     folder: str
     description: Description
     layers: range
-    is_head: bool = False
+    are_heads: bool = False
 
     @classmethod
     def open(cls, folder: str, model: Description, tokenizer: str, ranks: int, is_loaded: bool) -> Draft:
@@ -53,28 +53,34 @@ class Draft:
         return cls(option, folder, draft, range(model.num_layers, model.num_layers + draft.num_layers))
 
     @classmethod
-    def of_head(cls, folder: str, model: Description, is_loaded: bool) -> Draft:
-        """Describe the prediction head of the model in a folder; raises ValueError if it has none.
+    def of_heads(cls, folder: str, model: Description, most: int, is_loaded: bool) -> Draft:
+        """Describe the prediction heads of the model in a folder; raises ValueError if it has none.
 
-        is_loaded: as for Checkpoint.describe
+        most: guesses of a sequence in a step; is_loaded: as for Checkpoint.describe
         """
-        option, head = f"speculation={MTP!r}", describe_head(model)
-        if head is None:
+        option, heads = f"speculation={MTP!r}", describe_heads(model, most)
+        if heads is None:
             raise ValueError(
                 f"{option}: must be left out for this model: its config names no layer that predicts further tokens"
             )
-        draft = cls(option, folder, head, range(model.num_layers, model.num_layers + 1), is_head=True)
+        layers = range(model.num_layers, model.num_layers + heads.num_layers)
+        draft = cls(option, folder, heads, layers, are_heads=True)
         if is_loaded and draft.source().is_empty:
             raise ValueError(
                 f"{option}: must be left out, or the checkpoint have the tensors of its prediction head,"
-                f" {head.names.prefix(0)}*: transformers saves models without them"
+                f" {heads.names.prefix(0)}*: transformers saves models without them"
             )
         return draft
 
+    @property
+    def most_guesses(self) -> int | None:
+        """How many guesses it makes of a sequence in a step, at most; None: as many as are wanted, one by one."""
+        return len(self.layers) if self.are_heads and len(self.layers) > 1 else None
+
     def source(self) -> FileSource:
         """Return the source of its weights. Raises ValueError if the folder has no files of any."""
-        if self.is_head:
-            return FileSource(self.folder, names_of_head(self.description))
+        if self.are_heads:
+            return FileSource(self.folder, names_of_heads(self.description))
         return FileSource(self.folder, self.description.beside, "draft_model")
 
     def within(self, max_len: int, long_from: int | None) -> Draft:
@@ -83,7 +89,7 @@ class Draft:
         long_from: the model's
         """
         draft = self.description.within(max_len)
-        if window := max(window or 0 for window in draft.windows):
+        if not self.are_heads and (window := max(window or 0 for window in draft.windows)):
             raise ValueError(
                 f"{self.option}: its layers see {window} tokens at most: must see all; lower"
                 f" max_model_len={max_len} to {window}"

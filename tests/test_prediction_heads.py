@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, build
-from cases.heads import HEADS, Head, build_with_head
+from cases.heads import HEADS, Drawn, Head, build_with_head, record_rounds
 from cases.tuned import ALPHA, Tuned
 from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
@@ -24,33 +24,17 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.drafting.options import check_speculating
 from nanoinfer.engine.speculation.budget import Budget
-from nanoinfer.runner.drafting.head_steps import HeadSteps
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 60}
 FILE = "model.safetensors"
 COUNTS = "num_accepted_tokens", "num_proposed_tokens"
 NAMES_NONE = r"^speculation='mtp': must be left out for this model: its config names no layer that predicts"
-Drawn = tuple[int, int, Tensor]  # behind a position: its next token, and the head's hidden state
 
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Drawn]]:
-    """What the head has computed for the guesses of each verifying step. Steps have one row."""
-    rounds, propose, draw = list[list[Drawn]](), HeadSteps.propose, HeadSteps._draw_all
-
-    def propose_and_tell(self: HeadSteps, *sizes: int) -> tuple[Tensor, Tensor]:
-        rounds.append([])
-        return propose(self, *sizes)
-
-    def draw_and_tell(self: HeadSteps, tokens: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        drawn, after = draw(self, tokens, positions, *rest)
-        if rounds:
-            rounds[-1].append((int(positions[0]), int(tokens[0]), after[0].clone()))
-        return drawn, after
-
-    monkeypatch.setattr(HeadSteps, "propose", propose_and_tell)
-    monkeypatch.setattr(HeadSteps, "_draw_all", draw_and_tell)
-    return rounds
+    """What the head has computed for the guesses of each verifying step."""
+    return record_rounds(monkeypatch)
 
 
 @torch.inference_mode()

@@ -76,11 +76,13 @@ class CacheGroup:
 
     layers: their numbers in the model
     block_size: so many tokens of these layers fill a block
+    lag: a query stands so many tokens at most behind the first that the model's own layers compute in its step
     """
 
     layers: tuple[int, ...]
     pages: Pages
     block_size: int
+    lag: int = 0
 
     @property
     def window(self) -> int | None:
@@ -98,7 +100,11 @@ class CacheGroup:
 
         Its window begins and ends within a block, and a new block comes before the oldest one goes.
         """
-        return None if self.window is None else -(-self.window // self.block_size) + 2
+        return None if self.window is None else -(-(self.window + self.lag) // self.block_size) + 2
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that some query of steps from this one on may see."""
+        return 0 if self.window is None else max(0, position - self.lag - self.window + 1)
 
     def blocks_of(self, num_tokens: int) -> int:
         """Return how many blocks a running sequence of so many tokens holds at most."""
@@ -292,17 +298,22 @@ def lay_out(
     memory: of each layer, on one rank; some have pages, some a state, or both; None has nothing of its own
     block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
     unit: with several groups, each group's blocks have a multiple of so many tokens
-    draft: of each layer of a draft model; their numbers come behind the model's
+    draft: of each layer of a draft; their numbers come behind the model's. As many prediction heads lag by so many
+        tokens at most, and draft models with windows run nowhere
     """
     memory, draft = list(memory), list(draft)
     if not any(memory):
         return CacheLayout((), block_size, block_size, 0, 0)
     kinds = list(dict.fromkeys([*kinds_of(memory), *kinds_of(draft)]))
+    lags = {kind: len(draft) for kind in kinds_of(draft)}
     memory += draft
     layers = {kind: tuple(layer for layer, own in enumerate(memory) if pages_of(own) == kind) for kind in kinds}
     packing = pack([LayerKind(kind.count * len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
     return CacheLayout(
-        groups=tuple(CacheGroup(layers[kind], kind, size) for kind, size in zip(kinds, packing.sizes, strict=True)),
+        groups=tuple(
+            CacheGroup(layers[kind], kind, size, lags.get(kind, 0))
+            for kind, size in zip(kinds, packing.sizes, strict=True)
+        ),
         block_size=block_size,
         prefix_size=packing.prefix_size,
         slice_numbers=packing.slice_numbers,

@@ -34,7 +34,7 @@ def _make_speculation(config: Config, ranks: Ranks) -> Speculation:
     times = ranks.call("time_steps")
     may_decline = config.speculation == "auto"
     budget = Budget(ranks.runner.verify_sizes, times, config.max_guesses, may_decline)
-    has_draft_model = config.draft is not None and not config.draft.is_head
+    has_draft_model = config.draft is not None and not config.draft.are_heads
     return Speculation(budget, config.max_guesses, has_draft_model)
 
 

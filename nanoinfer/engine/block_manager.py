@@ -278,7 +278,7 @@ class BlockManager:
             return has_released
         for index, (group, table) in enumerate(zip(self.groups, seq.block_tables, strict=True)):
             if group.window is not None:
-                behind = min(max(0, position - group.window + 1) // group.block_size, len(table))
+                behind = min(group.first_seen(position) // group.block_size, len(table))
                 if behind > seq.num_released[index]:
                     self._take_back(table[seq.num_released[index] : behind])
                     seq.num_released[index], has_released = behind, True

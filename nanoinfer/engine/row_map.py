@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from nanoinfer.drafting.options import MOST_GUESSES
 from nanoinfer.engine.media import MediaFeed
 from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -132,7 +133,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
     tokens = seq.token_ids[chunk.start : chunk.end]
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
-    message.next_token = seq.token_ids[chunk.end] if chunk.end < len(seq) else None
+    message.next_tokens = seq.token_ids[chunk.end : chunk.end + MOST_GUESSES]
     message.adapter = seq.adapter
     message.text_lens = seq.text_lens
     if seq.media is not None:

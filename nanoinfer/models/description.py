@@ -76,7 +76,7 @@ class ModuleNames:
     expert_latents: the projections of MoEConfig.latent_size: to it, and back
     flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
     are_of_halves: each two layers are one in the checkpoint
-    first: the number that the checkpoint gives to the first layer
+    layers: what has the layers, by their numbers; first: the number that the checkpoint gives to the first layer
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -109,11 +109,32 @@ class ModuleNames:
     expert_latents: tuple[str, str] = ("", "")
     flat_experts: tuple[str, ...] = ()
     are_of_halves: bool = False
+    layers: str = "model.layers"
     first: int = 0
 
     def prefix(self, layer: int) -> str:
         """Return how the names of a layer's tensors begin."""
-        return f"model.layers.{self.first + (layer // 2 if self.are_of_halves else layer)}."
+        return f"{self.layers}.{self.first + (layer // 2 if self.are_of_halves else layer)}."
+
+
+@dataclass(frozen=True)
+class PredictionLayers:
+    """Layers of a checkpoint that predict further tokens, as models/prediction_head.py has them. All are alike.
+
+    layers, first: as ModuleNames has them
+    count: how many there are to be run: several, each for another distance, or one, again and again
+    like: the number of the model's layer whose attention they have
+    has_experts: in place of an MLP
+    norm: the norm behind such a layer, in it; mlp_norm: as ModuleNames has it; None: as in the model's layers
+    """
+
+    first: int
+    layers: str = "model.layers"
+    count: int = 1
+    like: int = -1
+    has_experts: bool = True
+    norm: str = "shared_head.norm"
+    mlp_norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -227,8 +248,7 @@ class Description:
     has_tower: of these, nanoinfer runs the one for images; it does not read the others
     hears: that one is for audio
     skipped: how the names of other tensors begin that checkpoints may hold and the model does not read
-    prediction_layer: the number of the layer among these that predicts the token after the next one, as
-        models/prediction_head.py has it; None: nanoinfer knows of none
+    prediction: those of these that predict further tokens; None: nanoinfer knows of none
     labels: how many scores a text gets, in place of logits behind each token; 0: not even scores; None: logits
     """
 
@@ -299,7 +319,7 @@ class Description:
     has_tower: bool = False
     hears: bool = False
     skipped: tuple[str, ...] = ()
-    prediction_layer: int | None = None
+    prediction: PredictionLayers | None = None
     labels: int | None = None
     spelling: Spelling = AS_STORED
     formats: Formats = PLAIN_FORMATS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.linear.activation import Function
-from nanoinfer.models.description import Description, MixerSizes
+from nanoinfer.models.description import Description, MixerSizes, PredictionLayers
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.rope import read_max_position, read_rope
 from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
@@ -144,5 +144,5 @@ def predicting_layers(config: PretrainedConfig, count: int | None) -> dict[str, 
 
     Each is a prediction head, of which nanoinfer runs the first.
     """
-    first = config.num_hidden_layers if count else None
-    return {"skipped": guessing_layers(config, count), "prediction_layer": first}
+    layers = PredictionLayers(config.num_hidden_layers) if count else None
+    return {"skipped": guessing_layers(config, count), "prediction": layers}

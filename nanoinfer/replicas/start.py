@@ -108,7 +108,7 @@ def _cache(config: Config, memory: MemoryPlan) -> str:
 def _drafts(config: Config) -> str:
     if config.draft is None:
         return ""
-    return "guesses by its own head" if config.draft.is_head else f"draft by {name_of(config.draft.folder)}"
+    return "guesses by its own heads" if config.draft.are_heads else f"draft by {name_of(config.draft.folder)}"
 
 
 def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:

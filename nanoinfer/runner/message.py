@@ -38,7 +38,7 @@ class ChunkMessage:
     num_logprobs: int | None = None  # the request's prompt_logprobs, for the prompt's tokens that follow these
     temperature: float = 1.0  # for prompt_logprobs, where these are processed
     num_unscored: int = 0  # for prompt_logprobs: behind this many first tokens of the chunk, none is computed
-    next_token: int | None = None  # the token behind this chunk, if the prompt goes on
+    next_tokens: array[int] = field(default_factory=lambda: array("i"))  # the first behind this chunk that are known
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
     media: ChunkMedia | None = None
@@ -56,8 +56,11 @@ class ChunkMessage:
         """The prompt's tokens whose log-probabilities the chunk gives: those behind its tokens from num_unscored on."""
         if self.num_logprobs is None:
             return array("i")
-        following = self.token_ids[1:] + array("i", [] if self.next_token is None else [self.next_token])
-        return following[self.num_unscored :]
+        return self.following(1)[self.num_unscored : len(self.token_ids)]
+
+    def following(self, distance: int) -> array[int]:
+        """Return the known tokens that stand so far behind the chunk's."""
+        return (self.token_ids + self.next_tokens)[distance:]
 
 
 @dataclass(slots=True)

@@ -172,18 +172,18 @@ class Part:
     """The names of a checkpoint's tensors that begin alike.
 
     names: those of the whole checkpoint
-    beginning: of a name in the table
+    beginnings: of names in the table
     unread: the ends of the names of those that nobody reads
     """
 
     names: Names
-    beginning: str
+    beginnings: tuple[str, ...]
     unread: tuple[str, ...] = ()
 
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the table; None if it is of another part, or nobody reads it."""
         known = self.names.known_name(name)
-        is_own = known is not None and known.startswith(self.beginning) and not known.endswith(self.unread)
+        is_own = known is not None and known.startswith(self.beginnings) and not known.endswith(self.unread)
         return known if is_own else None
 
     def stored_name(self, name: str) -> str:

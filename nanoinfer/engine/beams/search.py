@@ -173,7 +173,7 @@ class BeamSearches:
         if chunk.is_last:
             message.num_logprobs = self._num_likeliest
             message.num_unscored = len(message.token_ids) - 1
-            message.next_token = ANY_TOKEN
+            message.next_tokens = array("i", [ANY_TOKEN])
         return message
 
     def _tell(self, result: StepResult, chunks: list[Chunk], ready_at: float) -> None:

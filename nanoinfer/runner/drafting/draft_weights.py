@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.draft import Draft
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.prediction_head import PredictionHead
+from nanoinfer.models.prediction_head import PredictionHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.bar import MakeBar, no_bar
 from nanoinfer.process.torch_state import default_dtype
@@ -23,12 +23,12 @@ from nanoinfer.weights.sources import RandomSource, Source
 class DraftWeights:
     """A draft, split over the ranks as the model is, so that all ranks know the same guesses.
 
-    model: a draft model, or a prediction head; built, and not filled
+    model: a draft model, or prediction heads; built, and not filled
     backend: its own, for the part of the KV cache that it has. It need not add up in order, as guesses change nothing
     num_bytes: its parameters and tables take this much
     """
 
-    model: CausalLM | PredictionHead
+    model: CausalLM | PredictionHeads
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class DraftWeights:
         self.backend = make_backend(config.attention_backend, layout, latent_heads=latent_heads)
         with device, default_dtype(config.torch_dtype), memory:
             how = draft.description, config.max_model_len, self.backend, tp
-            self.model = PredictionHead(*how) if draft.is_head else build(*how, config.torch_head_dtype)
+            self.model = PredictionHeads(*how) if draft.are_heads else build(*how, config.torch_head_dtype)
         self.num_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         self._writer = WeightWriter(self.model, None, tp, device)
 

@@ -1,4 +1,4 @@
-"""HeadSteps: what a model's prediction head computes, over the rows and the blocks of the model."""
+"""HeadSteps: what a model's prediction heads compute, over the rows and the blocks of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoinfer.kernels.drafting.pack import Places
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.prediction_head import PredictionHead
+from nanoinfer.models.prediction_head import PredictionHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_layers import DraftLayers
 from nanoinfer.runner.drafting.proposer import Proposer
@@ -29,28 +29,33 @@ from nanoinfer.runner.transfer import upload
 
 
 class HeadSteps(Proposer):
-    """The Proposer that runs a prediction head. A guess is drawn as by DraftSteps.
+    """The Proposer that runs prediction heads. A guess is drawn as by DraftSteps.
 
-    The head's keys of position p need the hidden state there, and the token at p + 1. So between steps it has the keys
-    of all positions but a row's last two, and keeps the hidden state of the last but one. Each decode step begins with
-    that one's keys. A guess behind it comes with them. Each further guess comes of the head's own hidden state before,
-    and leaves keys that are nearly right. Behind the model's pass, those of places whose next token was guessed are
-    computed again, of the model's hidden states: they are right if the guess holds.
+    Head k's keys of position p need the hidden state there, and the token at p + 1 + k. So between steps it has the
+    right keys of all positions but a row's last 2 + k. Each decode step begins with those that its last token brings.
+    The head's guess stands behind that of the head before, and comes of the hidden state of the last position but one:
+    so it needs the keys of k positions before this one, too, which are right if the guesses before hold. A single head
+    makes further guesses of its own hidden state, and leaves keys that are nearly right. Behind the model's pass, keys
+    of places are computed again, of the model's hidden states, where the token that they need was guessed.
 
-    Where a prompt ends with a full block, samples of it share the place of its last keys, which need their first
-    tokens. So do later prompts that go on otherwise. A guess there may see another one's.
+    Where a prompt ends with a full block, samples of it share the places of its last keys, which need their first
+    tokens. So do later prompts that go on otherwise. A guess there may see another one's. The keys of a position are
+    not computed again if an earlier chunk, or another prompt, had its hidden state.
     """
 
     def __init__(
         self, config: Config, tp: TensorParallel, batch: InputBatch, rows: DraftingRows, holdings: Holdings
     ) -> None:
         assert holdings.draft is not None
-        assert isinstance(holdings.draft.model, PredictionHead)
-        self._head, self._backend = holdings.draft.model, holdings.draft.backend
+        assert isinstance(holdings.draft.model, PredictionHeads)
+        self._heads, self._backend = holdings.draft.model, holdings.draft.backend
         self._batch, self._rows, self._holdings = batch, rows, holdings
         self._layers = DraftLayers(config, batch, rows, holdings)
-        size, dtype = config.description.hidden_size, config.torch_dtype
-        self._hidden = batch.table.column(dtype, size)  # of each row's last token but one
+        count, size, dtype = len(self._heads), config.description.hidden_size, config.torch_dtype
+        # Of each row's last tokens but one, the newest first; and of how many tokens they are.
+        self._hidden = batch.table.column(dtype, count * size).view(-1, count, size)
+        self._known = batch.table.column(torch.int32)
+        self._back = torch.arange(count, device=batch.device)
         most = most_tokens(verify_sizes(config.max_num_seqs, config.max_guesses))
         self._of_places = torch.zeros((most, size), dtype=dtype, device=batch.device)  # of a verifying step
         self._sampler = Sampler(self._model.first_id, tp)
@@ -64,23 +69,30 @@ class HeadSteps(Proposer):
     def see_prompts(self, prompts: PrefillInputs, chunks: list[ChunkMessage], hidden: Tensor) -> None:
         """Compute the keys of chunks of prompts.
 
-        Those of a prompt's last token are computed again once the next token is known.
+        Those that need tokens behind a prompt are computed again once these are known.
         """
-        following = array("i")
-        for chunk in chunks:
-            following.extend(chunk.token_ids[1:])
-            following.append(chunk.next_token or 0)
         context = self._layers.beside(prompts.context)
-        tokens = upload(following, hidden.device)
-        self._head.remember(self._model.inputs(tokens, context), hidden, context)
+        for number in range(len(self._heads)):
+            following = array("i")
+            for chunk in chunks:
+                length, known = len(chunk.token_ids), chunk.following(1 + number)
+                following.extend(known[:length])
+                following.extend([0] * (length - len(known)))
+            tokens = upload(following, hidden.device)
+            self._heads[number].remember(self._model.inputs(tokens, context), hidden, context)
 
     def see_joining(self, rows: slice, prompts: PrefillInputs, hidden: Tensor) -> None:
         """Keep the hidden states of the prompts' last tokens, behind which the next ones are to be drawn."""
-        self._hidden[rows] = hidden[prompts.last_indices]
+        packed, last = prompts.context.prefill, prompts.last_indices
+        assert packed is not None
+        chunk = torch.searchsorted(packed.cu_query_lens, last.int(), right=True) - 1
+        self._hidden[rows] = hidden[(last[:, None] - self._back).clamp(min=0)]
+        self._known[rows] = (last - packed.cu_query_lens[chunk] + 1).int()
 
     def begin_plain(self, num_rows: int) -> None:
-        """Compute the keys of the rows' last tokens but one."""
-        self._remember(*self._last(num_rows), self._batch.columns.at(slice(num_rows)))
+        """Compute the keys that the rows' last tokens bring."""
+        for number in range(len(self._heads)):
+            self._remember_behind(number, [self._batch.last_tokens[:num_rows]])
 
     def propose(self, num_rows: int, guesses: int) -> tuple[Tensor, Tensor]:
         """Draw guesses for each of the first rows, as many as there are places for each."""
@@ -88,47 +100,69 @@ class HeadSteps(Proposer):
         of_batch = batch.last_tokens, batch.positions, self._rows.ends
         rows = DraftedRows(*(column[:num_rows] for column in of_batch))
         own, depth = batch.columns.at(slice(num_rows)), self._layers.depth(num_rows, guesses)
-        guess, hidden = self._draw(*self._last(num_rows), own)
-        drawn = [guess]
-        while len(drawn) < depth:
-            tokens, positions = next_tokens(rows, drawn[-1], len(drawn))
-            guess, hidden = self._draw(tokens, (positions - 1).clamp(min=-1), hidden, own)
+        before, hidden = (rows.positions - 1).clamp(min=-1), self._hidden[:num_rows, 0]
+        tokens, drawn = [rows.last_tokens], list[Tensor]()
+        for number in range(len(self._heads)):
+            draws = number < depth
+            self._remember_behind(number, tokens[:number] if draws else tokens[: number + 1])
+            if draws:
+                guess, after = self._draw(number, tokens[-1], before, hidden, own)
+                drawn.append(guess)
+                tokens.append(guess.clamp(min=0))
+        while len(drawn) < depth:  # a single head
+            further, positions = next_tokens(rows, drawn[-1], len(drawn))
+            guess, after = self._draw(0, further, (positions - 1).clamp(min=-1), after, own)
             drawn.append(guess)
         return torch.stack(drawn, dim=1), torch.full_like(rows.positions, depth)
 
     def see_rows(self, hidden: Tensor) -> None:
         """Keep the hidden states of a plain step."""
-        self._hidden[: len(hidden)] = hidden
+        kept = self._hidden[: len(hidden)]
+        kept.copy_(torch.cat([hidden[:, None], kept[:, :-1]], dim=1))
+        self._known[: len(hidden)] += 1
 
     def see_places(self, places: Places, hidden: Tensor, filled: Tensor | None) -> None:
-        """Keep the hidden states of a verifying step, and compute the keys of places whose next tokens were guessed."""
+        """Keep the hidden states of a verifying step, and compute the keys of places that guessed tokens bring."""
         count, num_rows = len(places.tokens), len(places.first)
         of_places = self._of_places[:count]
         of_places[slice(count) if filled is None else filled] = hidden
-        place = torch.arange(count, device=hidden.device)
-        behind = torch.cat([num_rows + places.first, place[num_rows:] + 1]).clamp(max=count - 1)
-        is_next = (places.positions[behind] == places.positions + 1) & (places.row_of[behind] == places.row_of)
-        positions = places.positions.where(is_next & (places.positions >= 0), -1)
-        self._remember(places.tokens[behind], positions, of_places, self._batch.gather(places.row_of))
+        place, own = torch.arange(count, device=hidden.device), self._batch.gather(places.row_of)
+        for number in range(len(self._heads)):
+            behind = torch.cat([num_rows + number + places.first, place[num_rows:] + 1 + number]).clamp(max=count - 1)
+            follows = places.positions[behind] == places.positions + 1 + number
+            is_there = follows & (places.row_of[behind] == places.row_of) & (places.positions >= 0)
+            self._remember(number, places.tokens[behind], places.positions.where(is_there, -1), of_places, own)
 
     def see_kept(self, places: Places, kept: Tensor) -> None:
-        """Keep the hidden state before the last token that each row has kept."""
+        """Keep the hidden states before the last token that each row has kept."""
         num_rows = len(places.first)
-        held = (kept[:, :-1] != NOTHING).sum(dim=1) - 1  # guesses; -1: the row has no new token
-        row = torch.arange(num_rows, device=kept.device)
-        place = torch.where(held > 0, num_rows + places.first + held - 1, row)
-        hidden = self._hidden[:num_rows]
-        hidden.copy_(torch.where(held[:, None] >= 0, self._of_places[place], hidden))
+        held = (kept[:, :-1] != NOTHING).sum(dim=1)[:, None] - 1  # guesses; -1: the row has no new token
+        row = torch.arange(num_rows, device=kept.device)[:, None]
+        ahead = held - self._back  # of the step's first tokens; those behind are kept already
+        place = torch.where(ahead > 0, num_rows + places.first[:, None] + ahead - 1, row)
+        old = self._hidden[:num_rows]
+        earlier = old[row, (-1 - ahead).clamp(min=0)]
+        old.copy_(torch.where((ahead >= 0)[..., None], self._of_places[place], earlier))
+        self._known[:num_rows] += (held[:, 0] + 1).int()
 
-    def _last(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first rows' last tokens, and the positions and the hidden states before these."""
-        before = (self._batch.positions[:num_rows] - 1).clamp(min=-1)
-        return self._batch.last_tokens[:num_rows], before, self._hidden[:num_rows]
+    def _remember_behind(self, number: int, tokens: list[Tensor]) -> None:
+        """Compute the keys of a head that the rows' last tokens bring, and the guesses behind these.
 
-    def _remember(self, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns) -> None:
-        """Compute the head's keys of positions; a position of -1 has none.
+        tokens: of each row, [rows] int32: the last ones, then first guesses, then second ones
+        """
+        if not tokens:
+            return
+        num_rows, back = len(tokens[0]), range(number, number - len(tokens), -1)
+        last, known = self._batch.positions[:num_rows] - 1, self._known[:num_rows]
+        row = torch.arange(num_rows, dtype=torch.int32, device=last.device).repeat(len(tokens))
+        positions = torch.cat([(last - far).where((last >= 0) & (known > far), -1) for far in back])
+        hidden = self._hidden[:num_rows, number - len(tokens) + 1 : number + 1].flip(1).transpose(0, 1).flatten(0, 1)
+        self._remember(number, torch.cat(tokens), positions, hidden, self._batch.gather(row))
 
-        tokens: the next ones; hidden: the hidden states; own: what each position has of its row
+    def _remember(self, number: int, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns) -> None:
+        """Compute a head's keys of positions; a position of -1 has none.
+
+        tokens: those at the head's distance; hidden: the hidden states; own: what each position has of its row
         """
         if self._layers.skips_empty:
             filled = (positions >= 0).nonzero()[:, 0]
@@ -137,25 +171,29 @@ class HeadSteps(Proposer):
             tokens, positions, hidden, own = tokens[filled], positions[filled], hidden[filled], own.at(filled)
         context = self._layers.at(positions, own)
         self._backend.prepare_decode(context)
-        self._head.remember(self._model.inputs(tokens, context), hidden, context)
+        self._heads[number].remember(self._model.inputs(tokens, context), hidden, context)
 
-    def _draw(self, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns) -> tuple[Tensor, Tensor]:
-        """Run the head over a position of each row; returns the guesses, and the head's hidden states.
+    def _draw(
+        self, number: int, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns
+    ) -> tuple[Tensor, Tensor]:
+        """Run a head over a position of each row; returns the guesses, and the head's hidden states.
 
         Arguments: as for _remember
         """
         if not self._layers.skips_empty:
-            return self._draw_all(tokens, positions, hidden, own)
+            return self._draw_all(number, tokens, positions, hidden, own)
         filled = (positions >= 0).nonzero()[:, 0]
         drawn, after = torch.full_like(tokens, NO_TOKEN), torch.zeros_like(hidden)
         if len(filled):
             some = tokens[filled], positions[filled], hidden[filled], own.at(filled)
-            drawn[filled], after[filled] = self._draw_all(*some)
+            drawn[filled], after[filled] = self._draw_all(number, *some)
         return drawn, after
 
-    def _draw_all(self, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns) -> tuple[Tensor, Tensor]:
+    def _draw_all(
+        self, number: int, tokens: Tensor, positions: Tensor, hidden: Tensor, own: RowColumns
+    ) -> tuple[Tensor, Tensor]:
         context = self._layers.at(positions, own)
         self._backend.prepare_decode(context)
-        after = self._head(self._model.inputs(tokens, context), hidden, context)
+        after = self._heads[number](self._model.inputs(tokens, context), hidden, context)
         logits = self._model.compute_logits(after)
-        return self._sampler(logits, own.temperatures, own.seeds, positions + 2), after
+        return self._sampler(logits, own.temperatures, own.seeds, positions + 2 + number), after

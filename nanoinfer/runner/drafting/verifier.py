@@ -54,7 +54,7 @@ class Verifier:
     def _make_proposer(self, config: Config, tp: TensorParallel, holdings: Holdings) -> Proposer:
         if config.draft is None:
             return self._text_proposer(config.speculation, tp)
-        if config.draft.is_head:
+        if config.draft.are_heads:
             return HeadSteps(config, tp, self._batch, self.rows, holdings)
         return DraftSteps(config, tp, self._batch, self.rows, self.texts, holdings)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description, ModuleNames, PredictionLayers
 from nanoinfer.models.experts import listed_layers, read_corrected_experts
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
-from nanoinfer.models.settings import head_dim_of, kv_count_of, positive_or_none, refuse, size_of
+from nanoinfer.models.settings import count_of, head_dim_of, kv_count_of, positive_or_none, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 NAMES = ModuleNames(sinks=("sinks", "attention_sink_bias"))
 SHARE = 0.334  # of a head that is rotated, if the config has no other
+PREDICTION = "model.mtp.layers"  # has the layers that predict further tokens
+PREDICTING = 3  # so many are in the published files, of which not each config tells
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -36,8 +38,23 @@ def describe(config: PretrainedConfig) -> Description:
         qkv_bias=config.attention_bias,
         value_scale=float(positive_or_none("attention_value_scale", config.attention_value_scale) or 1.0),
         experts=read_corrected_experts(config, sparse, shared_field=None),
-        skipped=("model.mtp.",),
+        skipped=(f"{PREDICTION}.",),
+        prediction=_read_prediction(config, has_window),
     )
+
+
+def _read_prediction(config: PretrainedConfig, has_window: tuple[bool, ...]) -> PredictionLayers | None:
+    """Read the layers that predict further tokens: each has a window, an MLP, and norms of its own.
+
+    They come with SGLang's names (sglang/srt/models/mimo_v2_flash_nextn.py, 2025).
+    """
+    count = PREDICTING
+    if getattr(config, "num_nextn_predict_layers", None) is not None:
+        count = count_of(config, "num_nextn_predict_layers")
+    if not count or True not in has_window:
+        return None
+    like, norms = has_window.index(True), {"norm": "final_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+    return PredictionLayers(0, PREDICTION, count, like, has_experts=False, **norms)
 
 
 def _read_heads(config: PretrainedConfig, times: int) -> KVHeads:
