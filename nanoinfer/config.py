@@ -104,12 +104,13 @@ class Config:
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "draft": draft_model makes guesses. "mtp":
-        the checkpoint's own head does that predicts further tokens. "auto": draft_model makes guesses, or without one
+        the checkpoint's own heads do that predict further tokens. "auto": draft_model makes guesses, or without one
         "suffix" does, only where that should be faster. A Drafter makes guesses of its own. None: there are none, as in
         models whose layers keep a state
     draft_model: a folder or a Hub id: a small model of the same vocabulary, which guesses if speculation is "draft" or
         "auto". Its keys lie in the KV cache, too. None: there is none
-    max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15
+    max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15; becomes the number of prediction
+        heads that a checkpoint has, if these are several and fewer
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the

@@ -1,4 +1,4 @@
-"""Draft: what guesses tokens by weights of its own: a draft model, or the model's prediction head."""
+"""Draft: what guesses tokens by weights of its own: a draft model, or the model's prediction heads."""
 
 from __future__ import annotations
 

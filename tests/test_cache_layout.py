@@ -143,6 +143,16 @@ class TestTwoModels:
             layout.pages_of_a_slice(layout.groups[number]) for number in (2, 0)
         ]
 
+    def test_heads_keep_what_they_see_behind_the_model(self) -> None:
+        """As many of them lag by so many tokens at most."""
+        window, whole = Pages(8, 128, 64), Pages(8, 128)
+        groups = lay_out([window, whole], 256, 128, draft=[window] * 3).groups
+        assert [(group.layers, group.lag) for group in groups] == [((1,), 0), ((0, 2, 3, 4), 3)]
+        assert [group.first_seen(200) for group in groups] == [0, 200 - 63 - 3]
+        assert [group.first_seen(65) for group in groups] == [0, 0]
+        assert lay_out([window], 64, 64).groups[0].first_seen(200) == 200 - 63
+        assert [lay_out([window], 64, 64, draft=own).groups[0].most_blocks for own in ([], [window])] == [3, 4]
+
 
 class TestLengths:
     def test_a_window_bounds_what_a_sequence_holds(self) -> None:

@@ -111,9 +111,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with the bundled one's tokenizer, and a head that is mostly right."""
     folder, case = tmp_path_factory.mktemp("agrees"), HEADS["glm4moe"]
     build_with_head(replace(case, settings={**case.settings, "vocab_size": 2048}), folder, agrees=True)
+    copy_tokenizer(folder)
+    return str(folder)
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Give a checkpoint the bundled model's."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(BUNDLED_MODEL) / name, folder)
-    return str(folder)
 
 
 MTP = {"speculation": "mtp", "max_guesses": 3}

@@ -9,7 +9,7 @@ from nanoinfer.checks import check_choice, short
 from nanoinfer.drafting.drafter import Drafter
 
 AUTO, DRAFT = "auto", "draft"  # of `speculation`, which may have a draft model, and must have one
-MTP = "mtp"  # the model's own prediction head guesses: multi-token prediction
+MTP = "mtp"  # the model's own prediction heads guess: multi-token prediction
 KINDS = [AUTO, "suffix", DRAFT, MTP]
 MOST_GUESSES = 15  # a kernel keeps a row's last token and its guesses in sixteen places
 

@@ -86,7 +86,7 @@ def build_with_head(case: Case, folder: Path, agrees: bool = False) -> tuple[Pre
 
     agrees: nearly all of the next token comes from the last one's embedding, in the model as in the head
     """
-    model, (head,) = _make(case, folder, agrees, 1)
+    model, (head,) = _make(case, folder, SMALL if agrees else None, 1)
     prefix = f"model.layers.{model.config.num_hidden_layers}."
     copies = {"embed_tokens": model.model.embed_tokens, "shared_head.head": model.lm_head}
     tensors = {f"{prefix}{name}.weight": module.weight.detach().clone() for name, module in copies.items()}
@@ -94,9 +94,12 @@ def build_with_head(case: Case, folder: Path, agrees: bool = False) -> tuple[Pre
     return model, head
 
 
-def build_with_heads(case: Case, folder: Path, agrees: bool = False) -> tuple[PreTrainedModel, list[Head]]:
-    """Save a checkpoint that has three heads, as MiMo-V2-Flash's. Arguments and results: as for build_with_head"""
-    model, heads = _make(case, folder, agrees, 3)
+def build_with_heads(case: Case, folder: Path, small: float = SMALL) -> tuple[PreTrainedModel, list[Head]]:
+    """Save a checkpoint that has three heads, as MiMo-V2-Flash's; returns transformers' model of it, and the heads.
+
+    small: a factor of what layers add to the last token's embedding: the smaller, the more often heads are right
+    """
+    model, heads = _make(case, folder, small, 3)
     for number, head in enumerate(heads):
         add_tensors(folder, head.tensors(f"model.mtp.layers.{number}."))
     return model, heads
@@ -108,7 +111,7 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file({**stored, **tensors}, folder / "model.safetensors", {"format": "pt"})
 
 
-def _make(case: Case, folder: Path, agrees: bool, count: int) -> tuple[PreTrainedModel, list[Head]]:
+def _make(case: Case, folder: Path, small: float | None, count: int) -> tuple[PreTrainedModel, list[Head]]:
     model = build(case, folder)
     heads = [Head(model).float().eval() for _ in range(count)]
     for name, tensor in (named for head in heads for named in head.state_dict().items()):
@@ -116,21 +119,21 @@ def _make(case: Case, folder: Path, agrees: bool, count: int) -> tuple[PreTraine
             nn.init.normal_(tensor, std=1.4 / tensor.shape[1] ** 0.5)
         else:
             nn.init.uniform_(tensor, *((-0.9, 0.3) if name.endswith("bias") else (0.5, 1.5)))
-    if agrees:
-        _let_agree(model, heads)
+    if small is not None:
+        _let_agree(model, heads, small)
     save(model, folder)
     return model, heads
 
 
 @torch.no_grad()
-def _let_agree(model: PreTrainedModel, heads: list[Head]) -> None:
+def _let_agree(model: PreTrainedModel, heads: list[Head], small: float) -> None:
     for module in (model, *heads):
         for name, parameter in module.named_parameters():
             if name.endswith(ADDED):
-                parameter *= SMALL
+                parameter *= small
     size = model.config.hidden_size
     for head in heads:
-        head.eh_proj.weight *= SMALL
+        head.eh_proj.weight *= small
         head.eh_proj.weight[:, :size] += torch.eye(size)
         head.enorm.weight.fill_(1)
         head.norm.weight.copy_(model.model.norm.weight)
