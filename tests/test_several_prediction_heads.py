@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +190,18 @@ def test_it_sleeps_and_keeps_its_weights(folder: str) -> None:
         llm.wake_up()
         llm.load_weights(folder)
         assert_most_hold(llm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"enforce_eager": True}], ids=repr)
+def test_a_gpu_gives_the_same_tokens(options: dict[str, Any], folder: str) -> None:
+    """Rows come and go, so that graphs have empty rows."""
+    params = [SamplingParams(temperature=0.4 * (i % 3), seed=i, max_tokens=8 + 5 * (i % 17)) for i in range(40)]
+    prompts, texts = [PROMPTS[i % 6] for i in range(40)], []
+    for own in ({}, {"speculation": "mtp"}):
+        with make(folder, **{"device": "cuda", **options, **own}) as llm:
+            texts.append([output.token_ids for output in run(llm, prompts, params)])
+            held, proposed = llm.stats().num_accepted_tokens, llm.stats().num_proposed_tokens
+    assert held > 0.4 * proposed > 100
+    if options.get("dtype") != "bfloat16":
+        assert texts[0] == texts[1]
