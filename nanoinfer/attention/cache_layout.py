@@ -298,8 +298,8 @@ def lay_out(
     memory: of each layer, on one rank; some have pages, some a state, or both; None has nothing of its own
     block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
     unit: with several groups, each group's blocks have a multiple of so many tokens
-    draft: of each layer of a draft; their numbers come behind the model's. As many prediction heads lag by so many
-        tokens at most, and draft models with windows run nowhere
+    draft: of each layer of a draft; their numbers come behind the model's. If they have windows, they are prediction
+        heads, of which so many lag by as many tokens at most
     """
     memory, draft = list(memory), list(draft)
     if not any(memory):

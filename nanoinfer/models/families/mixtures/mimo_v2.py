@@ -46,7 +46,7 @@ def describe(config: PretrainedConfig) -> Description:
 def _read_prediction(config: PretrainedConfig, has_window: tuple[bool, ...]) -> PredictionLayers | None:
     """Read the layers that predict further tokens: each has a window, an MLP, and norms of its own.
 
-    They come with SGLang's names (sglang/srt/models/mimo_v2_flash_nextn.py, 2025).
+    The structure is that of SGLang's (sglang/srt/models/mimo_v2_flash_nextn.py, 2025).
     """
     count = PREDICTING
     if getattr(config, "num_nextn_predict_layers", None) is not None:
