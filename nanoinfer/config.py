@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -281,7 +281,8 @@ class Config:
             files = self.model, self.tokenizer or self.model, checkpoint.hf_config, self.is_loaded
             self.images = can_see(self.images, *files, self.deterministic)
             how = self.runner, self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
-            self.description = checkpoint.describe(*how)
+            described = checkpoint.describe(*how)
+            self.description = replace(described, joins_shared=not self.max_adapters)  # adapters name its matrices
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
         model, self.draft = self.description, None

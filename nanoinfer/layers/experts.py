@@ -156,11 +156,18 @@ class SharedExpert(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the projections' shards once more for each of the other modules: the matrices yield the first's."""
-        first, *others = self.module_names
-        for other in others:
-            for projection in (self.gate_up_proj, self.down_proj):
-                for shards in table_of(projection).values():
-                    yield from (shard.under(first, other) for shard in shards)
+        for projection in (self.gate_up_proj, self.down_proj):
+            yield from _under_others(self.module_names, projection)
+
+
+def _under_others(modules: tuple[str, ...], holder: nn.Module) -> Iterator[Shard]:
+    """Yield what fills a module of the checkpoint under its other names; holder: what has the shards of its first."""
+    if len(modules) < 2:
+        return
+    first, *others = modules
+    for shards in table_of(holder).values():
+        if shards[0].name.startswith(f"{first}."):
+            yield from (shard.under(first, other) for other in others for shard in shards)
 
 
 class GatedSharedExpert(nn.Module):
@@ -216,7 +223,7 @@ class MixtureOfExperts(nn.Module):
     """In place of an MLP: a router, the experts, and for some models a shared expert.
 
     taken: if `keep_taken` was called, [tokens, used] int32: its first rows are the experts that the last step's tokens
-        took, the likeliest first
+        took, the likeliest first, without those that all take
     """
 
     taken: Tensor | None = None
@@ -228,16 +235,21 @@ class MixtureOfExperts(nn.Module):
         shared: SharedExpert | GatedSharedExpert | None,
         activation: AnyActivation,
         latents: ExpertLatents | None = None,
+        in_stack: tuple[str, ...] = (),
     ) -> None:
-        """latents: what stands around the experts, but not around the shared one; None: nothing"""
+        """latents: what stands around the experts, but not around the shared one; None: nothing
+
+        in_stack: the modules, as SharedExpert has them, of a shared expert whose parts are among the experts
+        """
         super().__init__()
+        self._in_stack = in_stack
         self.router, self.experts, self.shared, self.latents = router, experts, shared, latents
         self.activation = activation
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products with router and experts add up in one order; sizes: as for InOrderWeight"""
         self.router.fix_order(sizes)
-        self.experts.fix_order(self.router.routing.used, self.activation)
+        self.experts.fix_order(self.router.routing.taken, self.activation)
 
     def forward(
         self, x: Tensor, residual: Tensor, joint: Joint, adapters: AdapterRows | None = None
@@ -253,7 +265,7 @@ class MixtureOfExperts(nn.Module):
     def mix(self, x: Tensor, routes: Routes, tp: TensorParallel, adapters: AdapterRows | None = None) -> Tensor:
         """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
-            self.taken[: len(x)] = routes.experts
+            self.taken[: len(x)] = routes.experts[:, : self.router.routing.used]
         identities = self.router.routing.identities
         may_split = self.shared is None and self.latents is None and tp.size == 1 and not identities
         inputs = x if self.latents is None else self.latents.enter(x, adapters)
@@ -262,6 +274,10 @@ class MixtureOfExperts(nn.Module):
         if identities and (tp.rank == 0 or tp.splits_outputs):
             out = add_identities(out, x, routes, len(self.router.weight) - identities)
         return out if self.shared is None else out + self.shared(x, adapters)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of a shared expert among the experts once more, for each of the other modules."""
+        yield from _under_others(self._in_stack, self.experts)
 
     def keep_taken(self, most: int) -> None:
         """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.

@@ -242,6 +242,7 @@ class Description:
     head_transform: what stands before the output projection; None: nothing
     spelling: how checkpoints write the names of tensors, where they differ from other models'
     formats: those of the matrices, but for embeddings and routers
+    joins_shared: a shared expert is parts of the other experts' stack, where models/shared_experts.py says so
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     whole_images: for each layer, whether each token of an image sees the whole image; empty: no layer's does
     is_multimodal: the checkpoint holds other models beside this one
@@ -323,6 +324,7 @@ class Description:
     labels: int | None = None
     spelling: Spelling = AS_STORED
     formats: Formats = PLAIN_FORMATS
+    joins_shared: bool = True
 
     @property
     def beside(self) -> Beside:
@@ -468,7 +470,9 @@ class Description:
         heads = max(
             (self.num_heads + 2 * heads.count * is_full) * max(heads.dim, heads.value_size) for heads in self.attending
         )
-        most_used = 0 if self.experts is None else self.experts.used * self.experts.size
+        most_used = 0
+        if (experts := self.experts) is not None:
+            most_used = experts.used * experts.size + (0 if experts.shared_gate else experts.shared_size or 0)
         return max(heads, most_used, *self.mlp_sizes, *self.intermediate_sizes.values())
 
     @property

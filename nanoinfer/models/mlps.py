@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gat
 from nanoinfer.layers.norm import Joint, scaled
 from nanoinfer.layers.xielu import XIELU
 from nanoinfer.models.description import Description, MoEConfig
+from nanoinfer.models.shared_experts import parts_in_stack, shared_modules, shared_projections
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
@@ -89,11 +91,13 @@ def make_experts(model: Description, experts: MoEConfig, layer: int, tp: TensorP
     names, prefix = model.names_of(layer), model.names.prefix(layer)
     share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
     width, own = experts.latent_size or model.hidden_size, (experts.size, share.start, len(share))
-    sizes = ExpertSizes(experts.count, width, *own, experts.routing.identities)
+    always = parts_in_stack(model, experts, layer)
+    sizes = ExpertSizes(experts.count, width, *own, experts.routing.identities, always)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
     flat = tuple(prefix + name for name in names.flat_experts)
     projections = names.expert_gate if model.is_gated else None, names.expert_up, names.expert_down
-    tensors = ExpertTensors(prefix + names.expert, *projections, stacks, names.paired_experts, flat)
+    in_stack = shared_projections(model, layer) if always else ()
+    tensors = ExpertTensors(prefix + names.expert, *projections, stacks, names.paired_experts, flat, in_stack)
     router = RouterTensors(
         tuple(prefix + name for name in names.routers),
         tuple(prefix + name for name in names.corrections) if experts.corrected else (),
@@ -103,19 +107,19 @@ def make_experts(model: Description, experts: MoEConfig, layer: int, tp: TensorP
     )
     outputs = _output_share(width, tp) if tp.splits_outputs else None
     return MixtureOfExperts(
-        Router(router, model.hidden_size, experts.choices, experts.routing, experts.biases),
+        Router(router, model.hidden_size, experts.choices, replace(experts.routing, always=always), experts.biases),
         model.formats.make_experts(tensors, sizes, outputs, experts.biases),
-        None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
+        None if always or experts.shared_size is None else _make_shared(model, layer, experts, experts.shared_size, tp),
         model.mlp_activation,
         None if experts.latent_size is None else _make_latents(model, prefix, experts.latent_size, tp),
+        shared_modules(model, layer) if always else (),
     )
 
 
 def _make_shared(
-    model: Description, prefix: str, experts: MoEConfig, size: int, tp: TensorParallel
+    model: Description, layer: int, experts: MoEConfig, size: int, tp: TensorParallel
 ) -> SharedExpert | GatedSharedExpert:
-    modules = tuple(prefix + name for name in model.names.shared_experts)
-    unit = _unit_of(size, model, tp)
+    modules, unit = shared_modules(model, layer), _unit_of(size, model, tp)
     how = tp, model.mlp_bias, model.formats, unit, model.names.shared_projections
     shared = SharedExpert(modules, model.hidden_size, size, model.mlp_activation, *how)
     return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -67,6 +67,20 @@ Target = Tensor | Written
 Fill = Literal["noise", "ones", "zeros"]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which part of a tensor a matrix is: of equal ones, one below another, or if dim is 1, side by side."""
+
+    number: int
+    count: int
+    dim: int
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the shape of the tensor that has parts of this shape."""
+        rows, columns = shape
+        return (rows * self.count, columns) if self.dim == 0 else (rows, columns * self.count)
+
+
 @dataclass(slots=True)
 class Shard:
     """A tensor of a checkpoint, or a slice of it, and the parameter, or slice of it, that it fills on this rank.
@@ -76,6 +90,7 @@ class Shard:
     shape: the whole tensor's shape
     start: the slice of the tensor begins here along `dim`, and is as long there as the target
     step: the slice takes every so many-th row, or column
+    across: the slice begins here along the other dimension, and is as long there as the target; None: takes all
     random: the numbers that fill the target if there is no checkpoint
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     always_turned: the stack's matrices are stored as [in, out], never as `shape` says
@@ -97,6 +112,7 @@ class Shard:
     start: int = 0
     dim: int = 0
     step: int = 1
+    across: int | None = None
     random: Fill = "noise"
     entry: int | None = None
     always_turned: bool = False
@@ -135,6 +151,21 @@ class Shard:
         name, *needs = (one.replace(module, other, 1) for one in (self.name, *self.needs))
         return replace(self, name=name, replaces=(self.name, *self.replaces), needs=tuple(needs))
 
+    def within(self, part: Part | None, turned: bool = False) -> Shard:
+        """Return the shard of the tensor of which this one's is a part; None: it is all of it.
+
+        turned: the checkpoint stores the tensor as [in, out]
+        """
+        if part is None:
+            return self
+        dim = 1 - part.dim if turned else part.dim
+        own = replace(part, dim=dim)
+        first = part.number * self.shape[dim]
+        shape = *own.whole(self.shape[:2]), *self.shape[2:]
+        if dim == self.dim:
+            return replace(self, shape=shape, start=self.start + first)
+        return replace(self, shape=shape, across=first)
+
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the tensor has in a checkpoint; a stack may also be turned, see is_turned."""
@@ -155,6 +186,9 @@ class Shard:
         index: list[slice | int] = [slice(None)] * len(self.target.shape)
         end = self.start + self.target.shape[self.dim] * self.step
         index[self.dim] = slice(self.start, end - self.step + 1, self.step)
+        if self.across is not None:
+            other = 1 - self.dim
+            index[other] = slice(self.across, self.across + self.target.shape[other])
         return tuple(index) if self.entry is None else (self.entry, *index)
 
     def meet(self, rows: Tensor, first: int) -> tuple[Target, Tensor] | None:
@@ -164,9 +198,9 @@ class Shard:
         """
         target, start, step = self.target, self.start, self.step
         if self.dim == 1:
-            columns = self.index[1:] if self.entry is None else self.index[2:]
-            index = slice(None), *columns
-            return target[first : first + len(rows)], rows[index]
+            start, step = self.across or 0, 1
+        columns = self.index[1:] if self.entry is None else self.index[2:]
+        rows = rows[(slice(None), *columns)]
         begin, end = (max(-(-(row - start) // step), 0) for row in (first, first + len(rows)))
         end = min(end, target.shape[0])
         if begin >= end:
@@ -182,6 +216,7 @@ class Section:
     rows: how many rows of the matrix they are; the rows of the next Section follow
     shape: [out_features, in_features] of the whole tensor
     start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
+    part: given if the tensor is only this part of the checkpoint's, which has the name; shape and start are the part's
     fused: if the tensor holds several projections, how many of its rows belong to this one; None: all
     """
 
@@ -191,6 +226,12 @@ class Section:
     start: int
     dim: int = 0
     fused: int | None = None
+    part: Part | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """The shape of the checkpoint's tensor."""
+        return self.shape if self.part is None else self.part.whole(self.shape)
 
     @property
     def outputs(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +38,8 @@ class Routing:
     by_largest: the groups with the largest scores instead (DeepSeek-V2, 2024)
     identities: so many of the last choices are no experts: they give back the token's vector (LongCat-Flash, Meituan,
         2025)
+    always: so many further experts, with the numbers behind those that are chosen among, are each token's last ones.
+        Their weight is 1
     """
 
     used: int
@@ -52,13 +55,19 @@ class Routing:
     used_groups: int = 1
     by_largest: bool = False
     identities: int = 0
+    always: int = 0
+
+    @property
+    def taken(self) -> int:
+        """How many experts a token takes: those that it uses, and those that all do."""
+        return self.used + self.always
 
 
 class Routes(NamedTuple):
-    """The experts that tokens use, the likeliest first.
+    """The experts that tokens take, the likeliest first, and those behind them that all tokens take.
 
-    experts: [tokens, used] int32
-    weights: [tokens, used] float32, the factor of each expert's result
+    experts: [tokens, taken] int32
+    weights: [tokens, taken] float32, the factor of each expert's result
     """
 
     experts: Tensor
@@ -86,7 +95,10 @@ def route_reference(
     if routing.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
     weights = weights * routing.scale
-    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
+    weights = weights if factors is None else weights * factors[experts]
+    further = torch.arange(routing.always, device=wide.device) + wide.shape[1]
+    experts = torch.cat([experts, further.expand(len(wide), -1)], dim=1)
+    return Routes(experts.int(), F.pad(weights, (0, routing.always), value=1.0))
 
 
 def _choose(wide: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,9 +140,9 @@ def route_triton(
 ) -> Routes:
     """route as one launch."""
     tokens, count = logits.shape[-2:]
-    used, groups = routing.used, routing.groups
-    experts = torch.empty((tokens, used), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)
+    taken, groups = routing.taken, routing.groups
+    experts = torch.empty((tokens, taken), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, taken), dtype=torch.float32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
         correction,
@@ -141,7 +153,8 @@ def route_triton(
         logits.stride(-2),
         tokens * count,
         PIECES=len(logits) if logits.dim() == 3 else 1,
-        USED=used,
+        USED=routing.used,
+        ALWAYS=routing.always,
         SCORING=routing.scoring,
         NORMALISED=routing.normalised,
         EPSILON=routing.epsilon,
@@ -155,7 +168,7 @@ def route_triton(
         USED_GROUPS=routing.used_groups,
         BY_LARGEST=routing.by_largest,
         BLOCK=next_power_of_2(count),
-        BLOCK_USED=next_power_of_2(used),
+        BLOCK_TAKEN=next_power_of_2(taken),
         BLOCK_GROUPS=next_power_of_2(groups),
         num_warps=1,
         **launch_options(logits),
@@ -175,6 +188,7 @@ def _route_kernel(
     piece_stride,
     PIECES: tl.constexpr,
     USED: tl.constexpr,
+    ALWAYS: tl.constexpr,
     SCORING: tl.constexpr,
     NORMALISED: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -188,7 +202,7 @@ def _route_kernel(
     USED_GROUPS: tl.constexpr,
     BY_LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_USED: tl.constexpr,
+    BLOCK_TAKEN: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -196,7 +210,7 @@ def _route_kernel(
     SPARSE: tl.constexpr = SCORING == "sparsemixer"
     HIDDEN: tl.constexpr = LOWEST + 1 if CORRECTED or SPARSE else -1  # the key of what nobody may choose
     TAKEN: tl.constexpr = HIDDEN - 1
-    expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_USED)
+    expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_TAKEN)
     exists = expert < count
     if CORRECTED:  # a weight, which the predecessor does not write
         correction = tl.load(correction_ptr + expert, mask=exists, other=0.0)
@@ -230,8 +244,8 @@ def _route_kernel(
     keys = tl.where(exists, keys, HIDDEN)
     if GROUPS > 1:
         keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BY_LARGEST, BLOCK, BLOCK_GROUPS, HIDDEN)
-    experts = tl.zeros([BLOCK_USED], tl.int32)
-    best = tl.zeros([BLOCK_USED], tl.int32)
+    experts = tl.zeros([BLOCK_TAKEN], tl.int32)
+    best = tl.zeros([BLOCK_TAKEN], tl.int32)
     for i in tl.static_range(USED):
         top = tl.max(keys)
         index = tl.min(tl.where(keys == top, expert, BLOCK))
@@ -255,8 +269,12 @@ def _route_kernel(
     if factors_ptr is not None:
         weights *= tl.load(factors_ptr + experts).to(tl.float32)
     weights = tl.where(total == total, weights, total)
-    tl.store(experts_ptr + token * USED + rank, experts, mask=rank < USED)
-    tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)
+    if ALWAYS > 0:
+        experts = tl.where(rank < USED, experts, count + rank - USED)
+        weights = tl.where(rank < USED, weights, 1.0)
+    WIDTH: tl.constexpr = USED + ALWAYS
+    tl.store(experts_ptr + token * WIDTH + rank, experts, mask=rank < WIDTH)
+    tl.store(weights_ptr + token * WIDTH + rank, weights, mask=rank < WIDTH)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
-from nanoinfer.weights.shards import Section, Shard, Target, Written
+from nanoinfer.weights.shards import Part, Section, Shard, Target, Written
 
 
 class Rows(Written, Protocol):
@@ -40,6 +40,12 @@ def expert_sections(
     else:
         rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
     downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
+    for number in range(sizes.always):
+        for place in range(len(tensors.above)):
+            name, part = tensors.part_above(place, number, sizes.always)
+            above.append(Section(name, share, inward, start, part=part))
+        part = Part(number, sizes.always, dim=1)
+        downs.append(Section(tensors.shared[-1], rows, outward, first, dim, part=part))
     return above, downs, columns
 
 
@@ -53,7 +59,8 @@ def stack_shards(
 ) -> Iterator[Shard]:
     """Yield the shards of the stacks of plain matrices that a checkpoint may have.
 
-    above, downs: the rows of the sections; dim: that in which ranks split downs
+    above, downs: the rows of the sections; those of experts that all tokens take are in no stack
+    dim: that in which ranks split downs
     stored: the names of tensors in the format itself, of gates and ups, and of downs
     """
     count, hidden_size, size = sizes.count, sizes.hidden_size, sizes.size
@@ -62,6 +69,7 @@ def stack_shards(
     gate_up_shape, down_shape = (count + sizes.identities, parts * size, hidden_size), (count, hidden_size, size)
     gate_up_stacks = {stack: (*others, *stored[0]) for stack, others in gate_up_stacks.items()}
     down_stacks = {stack: (*others, *stored[1]) for stack, others in down_stacks.items()}
+    above, downs = above[: parts * count], downs[:count]
     for number, down in enumerate(downs):
         own = above[parts * number : parts * (number + 1)]
         for stack, others in gate_up_stacks.items():

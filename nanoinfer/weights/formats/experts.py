@@ -13,7 +13,7 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.experts.products import Gather
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import AnyActivation
-from nanoinfer.weights.shards import Shard
+from nanoinfer.weights.shards import Part, Shard
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class ExpertTensors:
     stacks: pairs of stacks, by each pair of names that they may have: gates above ups, or ups alone, and downs
     paired: there are only stacks, of one pair of names. They hold matrices as [in, out], each gate beside its up
     flat: flat stacks that may be there instead: of gates, of ups, and of downs as [in, out]; empty: no such
+    shared: the projections of a shared expert, whose parts are the experts that all tokens take; empty: there are none.
+        Gates and ups may be in one tensor, the ups below
     """
 
     expert: str
@@ -34,6 +36,7 @@ class ExpertTensors:
     stacks: tuple[tuple[str, str], ...]
     paired: bool = False
     flat: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def above(self) -> tuple[str, ...]:
@@ -47,6 +50,15 @@ class ExpertTensors:
     def of(self, projection: str, number: int) -> str:
         """Return the name of the tensor of one expert's projection."""
         return f"{self.module(projection, number)}.weight"
+
+    def part_above(self, place: int, number: int, count: int) -> tuple[str, Part]:
+        """Return the module of the shared expert that has a projection of one of `count` experts, and which part it is.
+
+        place: the projection's in `above`
+        """
+        *above, _ = self.shared
+        together = len(self.above) // len(above)
+        return above[place // together], Part(place % together * count + number, together * count, dim=0)
 
     def gate_up_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
         """Return the stack of gates and ups by each of its names, with the other tensors that may hold the same.
@@ -82,7 +94,8 @@ class OutputShare:
 class ExpertSizes:
     """The sizes of a layer's experts.
 
-    count: experts
+    count: experts, of which tokens use a few
+    always: further experts, which all tokens take
     size: an expert's intermediate size over all ranks
     start, share: where this rank's share of that size begins, and how long it is
     identities: as for Routing; transformers' stack of gates and ups has an entry for each, which nobody reads
@@ -94,6 +107,12 @@ class ExpertSizes:
     start: int
     share: int
     identities: int = 0
+    always: int = 0
+
+    @property
+    def held(self) -> int:
+        """How many experts the layer holds."""
+        return self.count + self.always
 
 
 class ExpertMap(nn.Module, ABC):

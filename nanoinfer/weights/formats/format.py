@@ -62,6 +62,13 @@ class Format(ABC):
         """
         return 1
 
+    def stores_parts(self, size: int, count: int) -> bool:
+        """Return whether a matrix of `count` times `size` outputs, or inputs, is stored as so many matrices would be.
+
+        Then these are slices of its tensors.
+        """
+        return False
+
     @abstractmethod
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes that a product reads for a weight, with its part of the scales.

@@ -86,13 +86,13 @@ class Fp8Experts(Experts):
     def _in_fp8(self) -> tuple[Fp8Weight, Fp8Weight]:
         """Return the stores' numbers and scales, expert by expert."""
         gate_up, down = (
-            Fp8Weight(*(part.unflatten(0, (self.sizes.count, -1)) for part in (store.weight, store.scales)))
+            Fp8Weight(*(part.unflatten(0, (self.sizes.held, -1)) for part in (store.weight, store.scales)))
             for store in (self.gate_up, self.down)
         )
         return gate_up, down
 
     def _dense(self, store: Fp8Store) -> Tensor:
-        return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
+        return store.dense(self._dtype).unflatten(0, (self.sizes.held, -1))
 
     def _for_cpu(self, store: Fp8Store) -> Tensor | list[WeightInParts]:
         dense = self._dense(store)

@@ -52,6 +52,10 @@ class Fp8Format(Fp8Layout, Format):
         takes_blocks = size % unit == (self.block[1] or unit) % unit == 0
         return unit if takes_blocks and size >= ranks * unit else 1
 
+    def stores_parts(self, size: int, count: int) -> bool:
+        """Return whether no part shares a block's scale with the next one."""
+        return all(block is not None and size % block == 0 for block in self.block)
+
     def weight_bytes(self, itemsize: int) -> float:
         """Return one: few numbers are scales."""
         return FP8.itemsize

@@ -71,9 +71,9 @@ class Fp8Store(nn.Module):
         for section, rows in zip(self.sections, self.parts, strict=True):
             scale = f"{section.name}.{self.layout.scale}"
             start = rows.start(section.dim)
-            yield Shard(
-                f"{section.name}.weight", rows, section.shape, start, section.dim, dtypes=FLOATS | {FP8}, needs=(scale,)
-            )
+            how = section.shape, start, section.dim
+            numbers = Shard(f"{section.name}.weight", rows, *how, dtypes=FLOATS | {FP8}, needs=(scale,))
+            yield numbers.within(section.part)
             yield self._scale_shard(scale, section, rows.first)
 
     def _scale_shard(self, name: str, section: Section, first: int) -> Shard:
@@ -86,7 +86,8 @@ class Fp8Store(nn.Module):
         size = self.layout.block[section.dim]
         begin = 0 if size is None else start[section.dim] // size
         target = Fp8Scales(self, scales, rows, columns, len(shape))
-        return Shard(name, target, shape, begin, min(section.dim, len(shape) - 1), optional=True)
+        shard = Shard(name, target, shape, begin, min(section.dim, len(shape) - 1), optional=True)
+        return shard.within(section.part)
 
     def unpacked(self) -> Tensor:
         """Return the matrix as float32."""

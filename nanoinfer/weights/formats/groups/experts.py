@@ -87,18 +87,18 @@ class GroupExperts(Experts):
         return found
 
     def _dense(self, store: GroupStore) -> Tensor:
-        return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
+        return store.dense(self._dtype).unflatten(0, (self.sizes.held, -1))
 
     def _in_parts(self, store: GroupStore) -> list[WeightInParts]:
         weight = _neighbours(store)
-        each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.count)
-        cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
+        each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.held)
+        cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.held])  # all experts are cut alike
         return [WeightInParts(one, cut) for one in each]
 
     def _of_experts(self, weight: GroupWeight) -> GroupWeight:
         """Return a weight expert by expert, whose tensors have a dimension more."""
         of_each = {
-            name: part.unflatten(0, (self.sizes.count, -1))
+            name: part.unflatten(0, (self.sizes.held, -1))
             for name, part in zip(weight._fields, weight, strict=True)
             if isinstance(part, Tensor)
         }

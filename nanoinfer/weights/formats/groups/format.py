@@ -64,6 +64,15 @@ class GroupFormat(Format):
         is_read = piece == group or piece % BLOCK == 0 or "g_idx" in self.layout.fills  # act order is read by none
         return 1 if is_read or size % group or size < ranks * group else group
 
+    def stores_parts(self, size: int, count: int) -> bool:
+        """Return whether no part shares a group, or an integer, with the next one. In act order all inputs may."""
+        layout = self.layout
+        group = layout.group_of(size)
+        steps = (step for field in layout.fields if not field.constant for step in field.steps(group))
+        is_whole = all(size % step == 0 for step in (group, *steps))
+        in_turn = "g_idx" not in layout.fills and not layout.stacked
+        return in_turn and is_whole and group == layout.group_of(count * size)
+
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes of a number, and its part of a scale and a zero."""
         layout = self.layout

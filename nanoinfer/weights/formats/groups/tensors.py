@@ -31,7 +31,8 @@ def shards_of(store: GroupStore) -> Iterator[Shard]:
             yield _shard_of(store, field, f"{section.name}.", section, part.first, number)
         if f"{section.name}.weight" not in names:
             name, start = f"{section.name}.weight", part.start(section.dim)
-            yield of_plain(Shard(name, part, section.shape, start, section.dim, replaces=names), store)
+            plain = Shard(name, part, section.shape, start, section.dim, replaces=names)
+            yield of_plain(plain.within(section.part), store)
 
 
 def of_plain(shard: Shard, store: GroupStore) -> Shard:
@@ -103,12 +104,13 @@ def rounded_parts(store: GroupStore) -> list[Rounded]:
 
 def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, first: int, number: int) -> Shard:
     """prefix: of the names; first: the section's first row in the store; number: the section's"""
-    name, (outputs, inputs) = f"{prefix}{field.name}", section.shape
+    name, matrix = f"{prefix}{field.name}", section.whole_shape if field.constant else section.shape
+    outputs, inputs = matrix
     steps, dtypes = field.steps(store.own_group), field.dtypes(store.layout.scales)
     shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
     if field.constant:
         kind = ExpectedShape if field.fills == "shape" else Expected
-        expected = kind(store, name, field, torch.Size(shape), section.shape)
+        expected = kind(store, name, field, torch.Size(shape), matrix)
         return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
     if store.order is not None and field.fills in ("scales", "zeros"):
@@ -123,4 +125,5 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
     elif field.turned:
         dim = 1 - dim
     needs = tuple(f"{prefix}{other.name}" for other in store.layout.fields if not (other.constant or other == field))
-    return Shard(name, part, shape, start, dim, dtypes=dtypes, needs=needs if field.fills == "numbers" else ())
+    shard = Shard(name, part, shape, start, dim, dtypes=dtypes, needs=needs if field.fills == "numbers" else ())
+    return shard if field.fills == "factors" else shard.within(section.part, field.turned)

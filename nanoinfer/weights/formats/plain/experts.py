@@ -14,7 +14,7 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import AnyActivation
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.order import WeightShape
-from nanoinfer.weights.formats.expert_shards import ExpertBiases, flat_shards
+from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_sections, flat_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard
 
@@ -41,8 +41,8 @@ class PlainExperts(Experts):
         super().__init__(tensors, sizes, output_share)
         gate_up = len(tensors.above) * sizes.share, sizes.hidden_size
         down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
-        self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(sizes.count, *down), requires_grad=False)
+        self.gate_up = nn.Parameter(torch.empty(sizes.held, *gate_up), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(sizes.held, *down), requires_grad=False)
         self.biases = ExpertBiases(tensors, sizes, output_share, biases)
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
@@ -99,8 +99,14 @@ class PlainExperts(Experts):
                     yield Shard(stack, rows, stacked, place * size + start, entry=number, replaces=others)
             for stack, others in down_stacks.items():
                 yield Shard(stack, down, (count, *outward), first, dim, entry=number, replaces=others)
-        placed = [(rows, start) for rows in self.gate_up.unflatten(1, (len(names.above), -1)).flatten(0, 1)]
-        yield from flat_shards(names, self.sizes, placed, [(down, first) for down in self.down], dim)
+        gates_and_ups = self.gate_up.unflatten(1, (len(names.above), -1)).flatten(0, 1)
+        placed = [(rows, start) for rows in gates_and_ups[: count * len(names.above)]]
+        yield from flat_shards(names, self.sizes, placed, [(down, first) for down in self.down[:count]], dim)
+        above, downs, _ = expert_sections(names, self.sizes, self.output_share)
+        sections = above[len(placed) :] + downs[count:]
+        for section, target in zip(sections, [*gates_and_ups[len(placed) :], *self.down[count:]], strict=True):
+            shard = Shard(f"{section.name}.weight", target, section.shape, section.start, section.dim)
+            yield shard.within(section.part)
 
     @property
     def _down_part(self) -> tuple[int, int]:

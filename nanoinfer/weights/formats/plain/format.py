@@ -35,6 +35,10 @@ class PlainFormat(Format):
         """Yes."""
         return True
 
+    def stores_parts(self, size: int, count: int) -> bool:
+        """Return whether parts are slices: always."""
+        return True
+
     def weight_bytes(self, itemsize: int) -> float:
         """Return the dtype's."""
         return itemsize
