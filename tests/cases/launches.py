@@ -536,6 +536,7 @@ def of_experts() -> Iterator[Launch]:
     corrected = Routing(12, scale=6.0, identities=256)
     yield Launch("routes to 768, of which some are no experts", partial(choose_experts, FP32, 768, corrected, True))
     yield Launch("routes by corrected logits", partial(choose_experts, FP32, 384, by_logits, True))
+    yield Launch("routes to 64, and 2 that all take", partial(choose_experts, BF16, 64, Routing(6, always=2)))
     yield Launch("routes by sparsemixer", partial(choose_experts, BF16, 16, Routing(2, "sparsemixer", nearness=0.02)))
 
 

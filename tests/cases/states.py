@@ -124,6 +124,9 @@ CASES = {
         },
     ),
     "nemotronh experts": Case("NemotronHForCausalLM", "nemotron_h", NEMOTRON_3),
+    "nemotronh experts, two that all tokens take": Case(
+        "NemotronHForCausalLM", "nemotron_h", {**NEMOTRON_3, "moe_shared_expert_intermediate_size": 48}
+    ),
     "granitemoehybrid": Case(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -138,6 +141,17 @@ CASES = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 40,
             "position_embedding_type": "rope",
+        },
+    ),
+    "granitemoehybrid experts, two that all tokens take": Case(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 48,
         },
     ),
     "olmohybrid rotated, one key head a value head, strengths of at most 1": Case(
