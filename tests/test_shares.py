@@ -105,18 +105,20 @@ class TestLayers:
         self, ranks: int, glm: Description, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(fp8_linear, "capability", lambda device: HAS_FP8)
-        held = {"dense": 0, "experts": 0, "shared": 0}
+        apart, held = replace(glm, joins_shared=False), {"dense": 0, "experts": 0, "shared": 0, "joined": 0}
         for index in range(ranks):
-            dense, mixture = (make_mlp(glm, layer, rank(index, ranks)) for layer in range(2))
+            dense, mixture = (make_mlp(apart, layer, rank(index, ranks)) for layer in range(2))
+            joined = make_mlp(glm, 1, rank(index, ranks))
             stores = {
                 "dense": dense.down_proj.matrix.store,
                 "experts": mixture.experts.down,
                 "shared": mixture.shared.down_proj.matrix.store,
+                "joined": joined.experts.down,
             }
             for name, store in stores.items():
                 assert fp8_linear.can_multiply_fp8(torch.bfloat16, Fp8Weight(store.weight, store.scales))
                 held[name] += store.weight.shape[1]
-        assert held == {"dense": 640, "experts": 384, "shared": 384}
+        assert held == {"dense": 640, "experts": 384, "shared": 384, "joined": 384}
 
     def test_gates_and_ups_are_cut_where_downs_are(self, glm: Description) -> None:
         for index, size in enumerate((256, 384)):
