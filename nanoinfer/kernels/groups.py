@@ -11,12 +11,26 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
 
-Numbers = Literal["int4", "int8", "e2m1"]  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX, 2023)
+Numbers = Literal["int4", "int8", "e2m1", "nf4", "fp4"]  # e2m1: of OCP MX (2023); nf4, fp4: of bitsandbytes
 
-BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4}
+BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4, "nf4": 4, "fp4": 4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+_FP4 = tuple(twelfths / 12 for twelfths in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))  # so, too
+_NF4 = (  # quantiles of a normal distribution (Dettmers et al., 2023)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# What codes stand for; the others are integers.
+TABLES: dict[Numbers, tuple[float, ...]] = {
+    "e2m1": (*E2M1, *(-value for value in E2M1)),
+    "nf4": _NF4,
+    "fp4": (*_FP4, *(-value for value in _FP4)),
+}
+BITSANDBYTES: tuple[Numbers, ...] = ("nf4", "fp4")  # tables that no arithmetic makes
 LARGEST_POWER = 2.0**65  # of scales that are powers of two: see linear.groups.scales.factors_of
-SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # standard deviations, if all are as likely
+# Standard deviations, if all are as likely.
+SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "nf4": 0.517, "fp4": 0.487}
 
 
 class GroupWeight(NamedTuple):
@@ -24,7 +38,7 @@ class GroupWeight(NamedTuple):
 
     words: [out_features, 4 * ceil(in_features * bits / 128)] int32, see pack
     scales: [out_features, groups] of a floating type, e4m3 among them, or uint8: powers of two, with 127 added (e8m0)
-    zeros: [out_features, groups] uint8; None: half of what the bits count to, or for e2m1 nothing
+    zeros: [out_features, groups] uint8, of integers; None: half of what the bits count to
     factors: [out_features] float32; None: 1
     numbers: what a word's bits mean
     in_features: a multiple of the groups
@@ -100,9 +114,9 @@ def values_of(numbers: Tensor, kind: Numbers, zeros: Tensor | None = None) -> Te
 
     zeros: of integers; None: half of what their bits count to
     """
-    if kind != "e2m1":
+    if kind not in TABLES:
         return numbers.float().sub_(1 << BITS[kind] - 1 if zeros is None else zeros)
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
+    table = torch.tensor(TABLES[kind], device=numbers.device)
     return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
 
 

@@ -3,12 +3,15 @@
 A GPU converts integers to floating point at a fraction of the rate of its other operations. So nothing here converts:
 the bits of a small integer, below the exponent of a power of two, are already the sum of both, and one subtraction
 leaves the integer. The bits of an e2m1 are those of a tiny floating-point number, and one product makes it as large.
+Other numbers are looked up in a table.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from nanoinfer.kernels.look_up import is_looked_up, look_up, look_up_pairs
 
 TO_X = tl.constexpr(2.0**63)  # twice this exponent makes an e2m1 of its bits in a float32
 PRODUCT_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
@@ -25,7 +28,7 @@ def unpack_tile(
     NATIVE: tl.constexpr,
     IS_RAISED: tl.constexpr = False,
 ):
-    """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact.
+    """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact or nearest.
 
     words: whole blocks of groups.pack
     zeros: what integers have too much, int32, of the first halves of the blocks and of their second ones; both
@@ -120,7 +123,8 @@ def _load_pair(x_ptr, pair, mask, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
 def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
     """Return the number at a place of each word, float32: the first of its pair PLACE // 2, or the second.
 
-    An e2m1 is returned times 2^-126. zeros: float32, otherwise as for unpack_tile; NATIVE: as for dot_words
+    An e2m1 is returned times 2^-126. Of other tables, NATIVE has float16's nearest number. zeros: float32, otherwise
+    as for unpack_tile; NATIVE: as for dot_words
     """
     BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
     BIT: tl.constexpr = PLACE % 2 * 16 + PLACE // 2 * BITS
@@ -128,6 +132,12 @@ def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: 
         magnitude = (words << 22 - BIT if BIT < 22 else words >> BIT - 22) & 0x01C00000
         sign = (words << 28 - BIT) & -0x80000000
         return (magnitude | sign).to(tl.float32, bitcast=True)
+    elif is_looked_up(NUMBERS):
+        if NATIVE:
+            pair = look_up_pairs(words, NUMBERS, False)[PLACE // 2] >> PLACE % 2 * 16
+            return pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return look_up(words >> BIT & 15, NUMBERS)
     else:
         IS_HIGH: tl.constexpr = BIT + BITS > 23  # too high for the 23 bits below an exponent
         SHIFTED: tl.constexpr = BIT - 16 if IS_HIGH else BIT
@@ -211,6 +221,8 @@ def _pair(
         pair = magnitudes | (words << 12 - 4 * PAIR) & -0x7FFF8000
         if not IS_RAISED:
             pair = _multiply(pair, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
+    elif is_looked_up(NUMBERS):
+        pair = look_up_pairs(words, NUMBERS, IS_BF16)[PAIR]
     elif NUMBERS == "int8" and IS_BF16:  # has no room for eight bits below an exponent
         zero = zeros if zeros is None else zeros[HALF]
         first = number_at(words, zero, 2 * PAIR, NUMBERS, True)

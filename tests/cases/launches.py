@@ -141,6 +141,8 @@ GROUPINGS = {
     "int8 rows": Grouping("int8", 0),
     "nvfp4": Grouping("e2m1", 16, FP8, factors=True),
     "mxfp4": Grouping("e2m1", 32, torch.uint8),
+    "nf4": Grouping("nf4", 64, FP32),
+    "fp4": Grouping("fp4", 64, FP32),
 }
 
 
@@ -508,6 +510,7 @@ def of_groups() -> Iterator[Launch]:
     for kind, tokens in product(WIDE, (1, 300)):
         yield Launch(f"{kind} of {tokens}, in order", partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16))
     yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
+    yield Launch("nf4 as bfloat16", partial(widen, GROUPINGS["nf4"], BF16))
 
 
 def skip(tokens: int, dtype: torch.dtype) -> None:
@@ -541,8 +544,8 @@ def of_experts() -> Iterator[Launch]:
 
 def of_group_experts() -> Iterator[Launch]:
     of_kinds = [
-        *product((*WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
-        *product(("int4 g64 zeros", "mxfp4"), ((200, BF16),)),
+        *product((*WIDE, "int8 rows", "mxfp4", "nf4"), ((1, BF16), (4000, BF16))),
+        *product(("int4 g64 zeros", "mxfp4", "nf4"), ((200, BF16),)),
         ("nvfp4", (4000, FP32)),
     ]
     for kind, (tokens, dtype) in of_kinds:

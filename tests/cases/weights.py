@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.operand import group_linear
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, LARGEST, Fp8Tokens, Fp8Weight, quantize
-from nanoinfer.kernels.groups import BITS, E2M1, SPREADS, GroupWeight, pack, unpack
+from nanoinfer.kernels.groups import BITS, SPREADS, TABLES, GroupWeight, pack, unpack
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight
@@ -23,6 +23,8 @@ Form = Grouping | Block | None  # a group of 0 is a whole row; None: a plain wei
 BLOCKS: list[Block] = [(128, 128), (64, 256), (1, 0)]
 MXFP4 = Grouping("e2m1", 32, torch.uint8, has_zeros=False, has_factors=False)
 NVFP4 = Grouping("e2m1", 16, FP8, has_zeros=False, has_factors=True)
+NF4 = Grouping("nf4", 64, torch.float32, has_zeros=False, has_factors=False)
+FP4 = NF4._replace(numbers="fp4")
 INT4 = Grouping("int4", 32, torch.bfloat16, has_zeros=False, has_factors=False)
 INT8 = Grouping("int8", 64, torch.float32, has_zeros=True, has_factors=True)
 GROUPINGS = [
@@ -36,12 +38,14 @@ GROUPINGS = [
     INT4._replace(size=0, scales=torch.float32, has_zeros=True),
     INT8._replace(size=128, scales=torch.bfloat16, has_zeros=False, has_factors=False),
     MXFP4._replace(size=64, scales=torch.bfloat16),
+    NF4,
+    FP4,
 ]
 SMALL_GROUPS = [
     INT4._replace(size=16, scales=torch.float16, has_zeros=True),
     INT4._replace(size=8, scales=torch.float16),
 ]
-FOR_EXPERTS = [MXFP4, NVFP4, INT4, INT8]
+FOR_EXPERTS = [MXFP4, NVFP4, INT4, INT8, NF4]
 SELDOM_FOR_EXPERTS = [
     INT4._replace(size=16, has_zeros=True),
     INT4._replace(size=128, scales=torch.float16, has_zeros=True, has_factors=True),
@@ -97,8 +101,8 @@ def matrix_of(weight: AnyNumbers) -> Tensor:
         height, width = weight.block
         return weight.numbers.double() * scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
     drawn = unpack(weight.words, BITS[weight.numbers], weight.in_features)
-    if weight.numbers == "e2m1":
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=drawn.device, dtype=torch.float64)[drawn]
+    if weight.numbers in TABLES:
+        values = torch.tensor(TABLES[weight.numbers], device=drawn.device, dtype=torch.float64)[drawn]
     else:
         half = torch.full_like(scales, 1 << BITS[weight.numbers] - 1)
         values = drawn - (half if weight.zeros is None else weight.zeros.double()).repeat_interleave(weight.group, -1)

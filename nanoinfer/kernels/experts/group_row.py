@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.look_up import is_looked_up, look_up_pairs
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
 # A small integer's bits below the exponent of 1024 are the sum of both. An e2m1's bits are those of a float16 that is
@@ -72,6 +73,17 @@ E2M1 = tl.constexpr(
         fma.rn.f16x2 $0, b, $4, low_sum;
         mul.rn.f16x2 high_sum, c, $5;
         fma.rn.f16x2 $1, d, $6, high_sum;
+    }
+    """
+)
+LOOKED_UP = tl.constexpr(
+    """
+    {
+        .reg .b32 low_sum, high_sum;
+        mul.rn.f16x2 low_sum, $2, $6;
+        fma.rn.f16x2 $0, $3, $7, low_sum;
+        mul.rn.f16x2 high_sum, $4, $8;
+        fma.rn.f16x2 $1, $5, $9, high_sum;
     }
     """
 )
@@ -175,6 +187,16 @@ def _multiply_halves(words, pairs, NUMBERS: tl.constexpr):
             INT8,
             constraints="=&r,=&r,r,r,r",
             args=[words, pairs[0][None, :], pairs[1][None, :]],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    elif is_looked_up(NUMBERS):
+        a, b, c, d = look_up_pairs(words, NUMBERS, False)
+        return tl.inline_asm_elementwise(
+            LOOKED_UP,
+            constraints="=&r,=&r,r,r,r,r,r,r,r,r",
+            args=[a, b, c, d, pairs[0][None, :], pairs[1][None, :], pairs[2][None, :], pairs[3][None, :]],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from nanoinfer.kernels.groups import BITS, SPREADS, GroupWeight, Numbers, pack
+from nanoinfer.kernels.groups import BITS, SPREADS, TABLES, GroupWeight, Numbers, pack
 from nanoinfer.kernels.launch import launch_in_between
 
 AnyNumbers: TypeAlias = Tensor | Fp8Weight | GroupWeight
@@ -110,10 +110,10 @@ class WeightShape(NamedTuple):
         scales = torch.rand(*rows, self.inputs // form.size, generator=generator, device=device) + 0.5
         if not experts:
             first = numbers[..., : self.half]
-            opposite = first ^ most // 2 if form.numbers == "e2m1" else most - first
-            nothing = torch.full_like(numbers[..., 2 * self.half :], 0 if form.numbers == "e2m1" else most // 2)
-            numbers = torch.cat([first, opposite, nothing], dim=-1)
-            scales = _repeated(scales, self.half // form.size)
+            opposite, sign = _opposite(first, form.numbers)
+            zero = TABLES[form.numbers].index(0.0) if form.numbers in TABLES else most // 2
+            numbers = torch.cat([first, opposite, torch.full_like(numbers[..., 2 * self.half :], zero)], dim=-1)
+            scales = _repeated(scales, self.half // form.size, sign)
         factors = torch.full(rows, 1 / size, device=device) if form.has_factors else None
         if form.scales == torch.uint8:
             scales = scales.log2().round() + 127 - round(math.log2(size))
@@ -124,10 +124,17 @@ class WeightShape(NamedTuple):
         return GroupWeight(words, scales.to(form.scales), zeros, factors, form.numbers, self.inputs)
 
 
-def _repeated(scales: Tensor, half: int) -> Tensor:
-    """Return scales, [..., groups], of which the second `half` are the first ones."""
+def _opposite(numbers: Tensor, kind: Numbers) -> tuple[Tensor, int]:
+    """Return numbers and the sign of their scales, whose products undo those of some numbers with scales above 0."""
+    if kind == "nf4":  # has no negatives of its numbers
+        return numbers, -1
+    return numbers ^ 8 if kind in TABLES else (1 << BITS[kind]) - numbers, 1
+
+
+def _repeated(scales: Tensor, half: int, sign: int = 1) -> Tensor:
+    """Return scales, [..., groups], of which the second `half` are the first ones times `sign`."""
     first = scales[..., :half]
-    return torch.cat([first, first, scales[..., 2 * half :]], dim=-1)
+    return torch.cat([first, sign * first, scales[..., 2 * half :]], dim=-1)
 
 
 @functools.cache
