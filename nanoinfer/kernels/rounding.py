@@ -82,7 +82,7 @@ def nearest(values: Tensor, numbers: Numbers, zeros: Tensor | int | None = None)
     """
     if numbers in BITSANDBYTES:
         table, codes = torch.tensor(TABLES[numbers], device=values.device).sort()
-        return codes.to(torch.uint8)[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]
+        return codes.to(torch.uint8)[torch.bucketize(values.contiguous(), (table[1:] + table[:-1]) / 2)]
     if numbers != "e2m1":
         zeros = 1 << BITS[numbers] - 1 if zeros is None else zeros
         return values.round().add_(zeros).clamp_(0, (1 << BITS[numbers]) - 1).to(torch.uint8)
