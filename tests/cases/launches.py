@@ -497,6 +497,7 @@ def of_groups() -> Iterator[Launch]:
         *product(GROUPINGS, PRODUCTS),
         *product(WIDE, (("gates and ups", 1, BF16), ("qkv", 1, FP32))),
         ("int8 rows", ("qkv", 8, FP32)),
+        ("nf4", ("qkv", 1, FP32)),
         ("mxfp4", ("down", 300, FP16)),
         ("mxfp4", ("down", 32, BF16)),  # in pieces
     ]
