@@ -392,7 +392,7 @@ class TestQuality:
     """
 
     @pytest.mark.parametrize(
-        ("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 0.65), ("mxfp4", 1.25)])]
+        ("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 0.65), ("mxfp4", 1.25), ("nf4", 1.3)])]
     )
     def test_perplexity(self, quantization: str, most: float, recited: list[RequestOutput]) -> None:
         plain, rounded = of_tokens(recited), of_tokens(recited, quantization=quantization)
