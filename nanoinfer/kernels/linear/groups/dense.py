@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
-from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.groups.scales import readable, scale_dots, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
 COPY = 32 << 20  # bytes
@@ -110,10 +110,10 @@ def _dequantize_kernel(
     if factors_ptr is not None:
         factors *= tl.load(factors_ptr + n)
     numbers = tl.reshape(unpack_tile(words, None, None, NUMBERS, tl.float32, False), [ROWS, GROUPS, STEP // GROUPS])
+    zeros, ones = None, None
     if zeros_ptr is not None:
-        zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group).to(tl.float32)
-        numbers -= (zeros - (128.0 if NUMBERS == "int8" else 8.0))[:, :, None]
-    out = tl.reshape(numbers * factors[:, :, None], [ROWS, STEP])
+        zeros, ones = tl.load(zeros_ptr + n * zeros_row + group * zeros_group)[:, :, None], 1.0
+    out = tl.reshape(scale_dots(numbers, ones, factors[:, :, None], zeros, NUMBERS), [ROWS, STEP])
     k = tl.program_id(0) * STEP + tl.arange(0, STEP)
     mask = (place < rows)[:, None] & (k < in_features)[None, :]
     wait_for_predecessor(EARLY)  # which may still read the memory of this copy
