@@ -133,10 +133,12 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     groups = in_features // FORM.group
     scales = _first_groups(parts.scales, n, parts.scales_row, groups), parts.scales_group, groups
     zeros = None
+    # Integers that are loaded a step before would send the numbers through shared memory, but for those of halves.
+    AHEAD: tl.constexpr = parts.zeros is not None and (HALVES or parts.zeros.dtype.element_ty.is_floating())
     if parts.zeros is not None:
         zeros = _first_groups(parts.zeros, n, parts.zeros_row, groups), parts.zeros_group, groups
     next_scales = _load_groups(scales, tile.begin, FORM, K)
-    if parts.zeros is not None and HALVES:
+    if AHEAD:
         next_zero = _load_groups(zeros, tile.begin, FORM, K)
     wait_for_predecessor(EARLY)
 
@@ -158,12 +160,10 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         # Only words and inputs come by copies for which no thread waits. So a step's scales are loaded a step before.
         now, next_scales = next_scales, _load_groups(scales, start + K, FORM, K)
         zero = None
-        if parts.zeros is not None and HALVES:
+        if AHEAD:
             zero, next_zero = next_zero, _load_groups(zeros, start + K, FORM, K)
-        elif parts.zeros is not None:  # loaded a step before, they would send the numbers through shared memory
+        elif parts.zeros is not None:
             zero = _load_groups(zeros, start, FORM, K)
-            if FORM.paired:
-                zero = _apart(zero, parts.zeros.dtype.element_ty)
         SCALE: tl.constexpr = parts.scales.dtype.element_ty
         if HALVES:
             first_scales, second_scales = _halve(now, SCALE)
@@ -173,6 +173,8 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
             acc = _add_group(acc, words, x, first_scales, zero, HOW)
             acc = _add_group(acc, second_words, second_x, second_scales, second_zero, HOW)
         else:
+            if FORM.paired and parts.zeros is not None:
+                zero = _apart(zero, parts.zeros.dtype.element_ty)
             acc = _add_group(acc, words, x, _apart(now, SCALE) if FORM.paired else now, zero, HOW)
     if FORM.scales_first and parts.scales.dtype.element_ty == tl.uint8:
         acc *= LOWERED

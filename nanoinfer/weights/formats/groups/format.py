@@ -38,7 +38,7 @@ class GroupFormat(Format):
         """The numbers, their groups, and which other tensors there are."""
         layout = self.layout
         groups = f"groups of {layout.group}" if layout.group else "one group"
-        others = {"zeros": "zero points", "g_idx": "act order"}
+        others = {"zeros": "zero points", "minima": "minima", "g_idx": "act order"}
         also = "".join(f" with {name}" for fills, name in others.items() if fills in layout.fills)
         return f"{layout.numbers} in {groups}{also}"
 
@@ -67,6 +67,6 @@ class GroupFormat(Format):
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes of a number, and its part of a scale and a zero."""
         layout = self.layout
-        shared = itemsize if layout.scales is None else layout.scales.itemsize
-        shared += torch.uint8.itemsize if "zeros" in layout.fills else 0
+        shared = scale = itemsize if layout.scales is None else layout.scales.itemsize
+        shared += torch.uint8.itemsize if "zeros" in layout.fills else scale if "minima" in layout.fills else 0
         return BITS[layout.numbers] / 8 + (0 if layout.group == 0 else shared / (layout.group or LARGE_GROUP))
