@@ -22,12 +22,14 @@ from conftest import greedy
 from safetensors.torch import load_file, save_file
 from test_models import run
 from tokenizers import ByteLevelBPETokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from nanoinfer import LLM
 from nanoinfer.hub import find_model
 from nanoinfer.weights.formats.gguf import FORMATS
 from nanoinfer.weights.formats.groups import store
+from nanoinfer.weights.formats.groups.experts import GroupExperts
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.matrix import Matrix
 
@@ -130,6 +132,27 @@ def test_experts_on_two_ranks(name: str, write: Write, make_llm: MakeLLM) -> Non
     run(make_llm(file, **OPTIONS, tensor_parallel_size=2), model)
 
 
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_of_two_types(
+    name: str, ranks: int, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Q4_K_M, where downs have more bits."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    case = FAMILIES[name]
+    wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q6_K" if "ffn_down" in name else "Q4_K")(name, shape)
+
+    file, model = write(replace(case, settings={**case.settings, **wide}), mixed)
+    llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
+    experts = [module for module in modules_of(llm).values() if isinstance(module, GroupExperts)]
+    assert len(experts) == 2
+    assert [store.layout.numbers for store in (experts[0].gate_up, experts[0].down)] == ["int4", "int8"]
+    run(llm, model)
+
+
 def test_a_split_file_by_its_first(tmp_path: Path, make_llm: MakeLLM) -> None:
     build(CASES["llama"], tmp_path / "source")
     write_gguf(tmp_path / "source", tmp_path / "model.gguf", split=20)
@@ -220,8 +243,11 @@ def test_the_log_says_what_became_numbers(write: Write, make_llm: MakeLLM, caplo
 
 
 def matrices_of(llm: LLM) -> dict[str, Matrix]:
-    model = llm.engine.ranks.runner.steps.model
-    return {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+    return {name: module for name, module in modules_of(llm).items() if isinstance(module, Matrix)}
+
+
+def modules_of(llm: LLM) -> dict[str, nn.Module]:
+    return dict(llm.engine.ranks.runner.steps.model.named_modules())
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -242,19 +268,26 @@ def test_types_that_stay_in_their_bits(
     run(llm, model)
 
 
-def test_a_matrix_of_two_types_has_numbers(write: Write, make_llm: MakeLLM) -> None:
-    """Queries, keys and values are one matrix here; so are gates and ups. Others of the layer keep their types."""
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"deterministic": True}], ids=str)
+def test_a_matrix_of_two_types(options: dict[str, Any], write: Write, make_llm: MakeLLM) -> None:
+    """Queries, keys and values are one matrix here; so are gates and ups. Each keeps its type."""
+    kinds = {"attn_v": "Q6_K", "attn_k": "F16", "ffn_down": "Q4_0", "ffn_gate": "Q5_K"}
 
     def mixed(name: str, shape: tuple[int, ...]) -> str:
-        return in_type("Q5_0" if "attn_v" in name else "Q4_0" if "ffn_down" in name else "Q8_0")(name, shape)
+        return in_type(next((kind for part, kind in kinds.items() if part in name), "Q4_K"))(name, shape)
 
-    file, model = write(Case("LlamaForCausalLM", "llama", {**WIDE, "tie_word_embeddings": True}), mixed)
-    llm = make_llm(file, **OPTIONS)
-    kinds = {
-        name.split(".")[-2]: matrix.store.label if isinstance(matrix, GroupMatrix) else "numbers"
+    settings = {**WIDE, "head_dim": 64, "attention_bias": True, "tie_word_embeddings": True}
+    file, model = write(Case("LlamaForCausalLM", "llama", settings), mixed)
+    llm = make_llm(file, **OPTIONS, **options)
+    found = [
+        (name.partition("_proj.matrix")[0].split(".")[-1], matrix.store.label)
         for name, matrix in matrices_of(llm).items()
-    }
-    assert kinds == {"qkv_proj": "numbers", "o_proj": "Q8_0", "gate_up_proj": "Q8_0", "down_proj": "Q4_0"}
+        if isinstance(matrix, GroupMatrix) and ".0." in name
+    ]
+    assert found == [
+        ("qkv", "Q4_K"), ("qkv", "Q6_K"), ("o", "Q4_K"),
+        ("gate_up", "Q5_K"), ("gate_up", "Q4_K"), ("down", "Q4_0"),
+    ]  # fmt: skip
     run(llm, model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,10 +23,12 @@ class GroupFormat(Format):
 
     label: what messages call it
     layout: which tensors a checkpoint has for a matrix
+    downs: those of experts' downs; None: the same
     """
 
     label: str
     layout: Layout
+    downs: Layout | None = None
 
     @property
     def name(self) -> str:
@@ -50,7 +52,13 @@ class GroupFormat(Format):
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> GroupExperts:
         """Make a layer's experts."""
-        return GroupExperts(tensors, sizes, self.layout, self.label, output_share, biases)
+        return GroupExperts(tensors, sizes, self.layout, self.label, output_share, biases, self.downs)
+
+    def with_downs(self, other: Format) -> GroupFormat | None:
+        """Return the format of experts whose downs have another one, also in groups."""
+        if not isinstance(other, GroupFormat):
+            return None
+        return self if other == self else replace(self, downs=other.layout)
 
     @property
     def takes_expert_biases(self) -> bool:
