@@ -18,6 +18,7 @@ from cases import CASES, Case, build
 from cases.case import LLAMA3, YARN
 from cases.gguf_files import Types, in_type, plain, write_gguf
 from cases.sparse import EXPERTS
+from cases.tuned import ALPHA, Tuned
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 from test_models import run
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from nanoinfer import LLM
 from nanoinfer.hub import find_model
+from nanoinfer.layers.embedding import QuantizedEmbedding
 from nanoinfer.weights.formats.gguf import FORMATS
 from nanoinfer.weights.formats.groups import store
 from nanoinfer.weights.formats.groups.experts import GroupExperts
@@ -232,12 +234,16 @@ def test_other_weights_from_a_file(tmp_path: Path, write: Write, make_llm: MakeL
 
 
 def test_the_log_says_what_became_numbers(write: Write, make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
-    """The embedding of a file in Q8_0 does, and no other matrix."""
-    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "vocab_size": 16000}), in_type("Q8_0"))
+    """The embedding does here, and no other matrix."""
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q2_K" if "token_embd" in name else "Q8_0")(name, shape)
+
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "vocab_size": 16000}), mixed)
     with caplog.at_level("INFO", "nanoinfer"):
         make_llm(file, **OPTIONS)
     assert (
-        f"{file}: tensors in Q8_0 became numbers of float32: they take 0.016 GB, and 0.004 GB in the file"
+        f"{file}: tensors in Q2_K became numbers of float32: they take 0.016 GB, and 0.001 GB in the file"
         in caplog.text
     )
 
@@ -260,7 +266,7 @@ def test_types_that_stay_in_their_bits(
     file, model = write(Case("LlamaForCausalLM", "llama", settings), in_type(kind))
     llm = make_llm(file, **OPTIONS)
     matrices = matrices_of(llm)
-    assert len(matrices) == 9  # the head's and four of each layer
+    assert len(matrices) == 10  # the embedding's, the head's and four of each layer
     assert all(isinstance(matrix, GroupMatrix) and matrix.store.label == kind for matrix in matrices.values())
     gate_up = next(matrix for name, matrix in matrices.items() if name.endswith("layers.0.mlp.gate_up_proj.matrix"))
     mlp = model.model.layers[0].mlp
@@ -289,6 +295,45 @@ def test_a_matrix_of_two_types(options: dict[str, Any], write: Write, make_llm: 
         ("gate_up", "Q5_K"), ("gate_up", "Q4_K"), ("down", "Q4_0"),
     ]  # fmt: skip
     run(llm, model)
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_embedding_that_is_the_head_too(
+    ranks: int, kind: str, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vectors are looked up in their bits, and an update under either name is rounded."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    settings = {**WIDE, "vocab_size": 301, "tie_word_embeddings": True}
+    file, model = write(Case("LlamaForCausalLM", "llama", settings), in_type(kind))
+    llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
+    head = modules_of(llm)["inputs.embedding"]
+    assert isinstance(head, QuantizedEmbedding)
+    assert head.matrix.store.label == kind
+    assert "lm_head" not in modules_of(llm)  # as it is the same module
+    run(llm, model)
+    prompts, weights = [[5], [7, 8]], model.state_dict()
+    weight, updates = weights.pop("lm_head.weight").flip(0), []
+    del weights["model.embed_tokens.weight"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        llm.load_weights(file)
+        llm.update_weights([(name, weight), *weights.items()])
+        updates.append([output.token_ids for output in llm.generate(prompts, greedy(4), use_tqdm=False)])
+    assert updates[0] == updates[1]
+
+
+def test_an_adapter_beside_a_quantized_embedding(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """And beside matrices of two types."""
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q6_K" if "attn_v" in name else "Q4_K")(name, shape)
+
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "head_dim": 64, "tie_word_embeddings": True}), mixed)
+    tuned, prompt = Tuned(str(tmp_path / "source"), seed=1), list(range(20, 60))
+    llm = make_llm(file, **OPTIONS, max_adapters=1)
+    llm.load_adapter("red", tuned.tensors, alpha=ALPHA)
+    (output,) = llm.generate([prompt], greedy(12, adapter="red", ignore_eos=True), use_tqdm=False)
+    assert output.token_ids == tuned.greedy(prompt, 12, ignore_eos=True)
 
 
 def test_a_quantized_file_is_quantized(write: Write, make_llm: MakeLLM) -> None:

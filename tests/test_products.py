@@ -303,6 +303,12 @@ class TestADenseCopy:
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(dense.dequantize_triton(weight, dtype, 256), dequantize_reference(weight, dtype))
 
+    def test_the_kernel_looks_up_rows(self, form: Grouping) -> None:
+        weight, rows = draw(form, 37, 256), torch.tensor([36, 0, 5, 5, 17], dtype=torch.int32, device=DEVICE)
+        whole = dequantize_reference(weight, torch.float32)
+        assert torch.equal(dense.dequantize_triton(weight, torch.float32, 256, rows), whole[rows])
+        assert torch.equal(dense.dequantize(weight, torch.float32, rows), whole[rows])
+
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_dense_copy_is_made_of_some_rows_at_a_time(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:

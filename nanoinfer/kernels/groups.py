@@ -51,6 +51,12 @@ class GroupWeight(NamedTuple):
         """Whether groups have minima, and codes from 0 on."""
         return self.zeros is not None and self.zeros.is_floating_point()
 
+    def select(self, rows: Tensor) -> GroupWeight:
+        """Return a copy of some rows. rows: their numbers, of int32"""
+        zeros, factors = (part if part is None else part.index_select(0, rows) for part in (self.zeros, self.factors))
+        words, scales = (part.index_select(0, rows) for part in (self.words, self.scales))
+        return GroupWeight(words, scales, zeros, factors, self.numbers, self.in_features)
+
     def split(self, rows: int | list[int]) -> list[GroupWeight]:
         """Return views of neighbouring rows, as Tensor.split does."""
         parts = (part if part is None else part.split(rows) for part in self[:4])

@@ -25,13 +25,13 @@ KEPT = "lm_head", r"re:.*\b(in_proj_(a|b|ba)|linear_attn\.[ab]_proj)$"
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the matrices, but for embeddings and routers, which have the model's dtype.
+    """The formats of the matrices, but for routers, which have the model's dtype, as have most embeddings.
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
     rotations: of the inputs and outputs of matrices, whatever their format
     spelling: patterns hold for names in the table, and for those that checkpoints of this spelling have instead
-    mixes: matrices that are multiplied as one may have several formats
+    mixes: matrices that are multiplied as one may have several formats, and embeddings have theirs
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
@@ -44,6 +44,10 @@ class Formats:
         numbers = [number for name in {module, self.spelling.stored_name(module)} for number in self._numbers(name)]
         format = self.rules[min(numbers)][1] if numbers else PLAIN
         return rotated(format, self.rotations, module) if self.rotations else format
+
+    def of_embedding(self, module: str) -> Format:
+        """Return the format of an embedding."""
+        return self.of(module) if self.mixes else PLAIN
 
     def _numbers(self, name: str) -> Iterator[int]:
         """Yield the numbers of the rules that hold for a module of this name."""
