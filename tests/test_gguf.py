@@ -13,6 +13,7 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf: pip install 'nanoinfer[gguf]'")
 
 import huggingface_hub
+import numpy as np
 import torch
 from cases import CASES, Case, build
 from cases.case import LLAMA3, YARN
@@ -27,6 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from nanoinfer import LLM
+from nanoinfer.gguf.header import read_header
 from nanoinfer.hub import find_model
 from nanoinfer.layers.embedding import QuantizedEmbedding
 from nanoinfer.weights.formats.gguf import FORMATS
@@ -334,6 +336,19 @@ def test_an_adapter_beside_a_quantized_embedding(tmp_path: Path, write: Write, m
     llm.load_adapter("red", tuned.tensors, alpha=ALPHA)
     (output,) = llm.generate([prompt], greedy(12, adapter="red", ignore_eos=True), use_tqdm=False)
     assert output.token_ids == tuned.greedy(prompt, 12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_a_minimum_that_is_infinite(kind: str, write: Write, make_llm: MakeLLM) -> None:
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "head_dim": 64}), in_type(kind))
+    entry = read_header(file).entries["blk.1.ffn_up.weight"]
+    content = bytearray(Path(file).read_bytes())
+    content[entry.offset + 2 : entry.offset + 4] = np.float16(np.inf).tobytes()
+    Path(file).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight_minima has numbers that are NaN or inf"
+    ):
+        make_llm(file, **OPTIONS)
 
 
 def test_a_quantized_file_is_quantized(write: Write, make_llm: MakeLLM) -> None:

@@ -544,7 +544,7 @@ def of_experts() -> Iterator[Launch]:
 
 def of_group_experts() -> Iterator[Launch]:
     of_kinds = [
-        *product((*WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
+        *product((*WIDE, "int8 rows", "mxfp4", "q4_k", "q6_k"), ((1, BF16), (4000, BF16))),
         *product(("int4 g64 zeros", "mxfp4"), ((200, BF16),)),
         ("nvfp4", (4000, FP32)),
     ]

@@ -150,7 +150,7 @@ class Part:
         if fills == "minima":
             assert self.store.zeros is not None
             return self.store.zeros[rows]
-        return self.store.unpacked(rows) if fills == "scales" else _zero_of(self.store)
+        return self.store.unpacked_scales(rows) if fills == "scales" else _zero_of(self.store)
 
     def draw(self, generator: torch.Generator) -> None:
         """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
@@ -252,7 +252,7 @@ class Rounded:
             store.write_scales(rows, own, zeros, zeros=True)
 
     def unpacked(self) -> Tensor:
-        """Return the scales of these rows: only they can be infinite."""
+        """Return what can be infinite of these rows."""
         return self.store.unpacked(slice(self.first, self.first + len(self.own[0])))
 
 

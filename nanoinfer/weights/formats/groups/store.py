@@ -143,7 +143,12 @@ class GroupStore(nn.Module):
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self, rows: slice = slice(None)) -> Tensor:
-        """Return the scales of some rows as float32: only they can be infinite, or more than kernels multiply by."""
+        """Return the scales and minima of some rows as float32: only they can be infinite."""
+        scales, zeros = self.unpacked_scales(rows), self.zeros
+        return scales if zeros is None else torch.cat([scales, zeros[rows].float()])
+
+    def unpacked_scales(self, rows: slice) -> Tensor:
+        """Return the scales of some rows as float32, infinite where they are more than kernels multiply by."""
         scales = scales_of(self._weight(rows))
         if self.scales.dtype != torch.uint8:
             return scales
