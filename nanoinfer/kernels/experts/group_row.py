@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.linear.groups.scales import scale_dots
 from nanoinfer.kernels.look_up import is_looked_up, look_up_pairs
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
@@ -156,8 +157,8 @@ def multiply_words(
     else:
         of_units = tl.sum(tl.reshape(dots, [ROWS, FOURS, 4]), axis=2)
     if zeros is not None:
-        of_units -= (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums[None, :]
-    return tl.sum(of_units * scales, axis=1)
+        sums = sums[None, :]
+    return tl.sum(scale_dots(of_units, sums, scales, zeros, NUMBERS), axis=1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, BITSANDBYTES, GroupWeight, Numbers
 from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.groups.scales import readable, scale_dots
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import load_bias, load_rows
 from nanoinfer.kernels.unpacking import dot_words, split_places
@@ -172,5 +172,5 @@ def multiply_words(
         dots = dot_words(tile, places, None, NUMBERS, 0, MOST, NATIVE)
         of_groups = tl.sum(tl.reshape(dots, [BLOCK_N, GROUPS, WORDS // GROUPS]), axis=2)
     if zeros is not None:
-        of_groups -= (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums[None, :]
-    return tl.sum(of_groups * widen(scales), axis=1)
+        sums = sums[None, :]
+    return tl.sum(scale_dots(of_groups, sums, scales, zeros, NUMBERS), axis=1)
