@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from nanoinfer import LLM
 from nanoinfer.weights.formats.groups import store
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
-from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 from nanoinfer.weights.formats.table import ON_THE_FLY, READERS
 from nanoinfer.weights.names import OfTower
 from nanoinfer.weights.shards import Shard
@@ -56,13 +56,15 @@ def dense_model(folder: str) -> Any:
 
 
 def kinds_of(llm: LLM, layer: int = 1) -> dict[str, str]:
-    """Return the formats of a layer's matrices, by the names that these have here."""
-    model = llm.engine.ranks.runner.steps.model
-    return {
-        name.split(".")[-2]: module.store.label if isinstance(module, GroupMatrix) else "numbers"
-        for name, module in model.layers[layer].named_modules()
-        if isinstance(module, Matrix)
-    }
+    """Return the formats of a layer's matrices, by the names that these have here; of one with several, each."""
+    found: dict[str, list[str]] = {}
+    for name, module in llm.engine.ranks.runner.steps.model.layers[layer].named_modules():
+        if isinstance(module, (GroupMatrix, PlainMatrix)):
+            projection = name.partition(".matrix")[0].rpartition(".")[2]
+            found.setdefault(projection, []).append(
+                module.store.label if isinstance(module, GroupMatrix) else "numbers"
+            )
+    return {projection: ", ".join(labels) for projection, labels in found.items()}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice", "fp4", "llm.int8"])
