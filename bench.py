@@ -263,7 +263,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp", type=int, default=1, help="replicas, each of which has so many ranks")
-    parser.add_argument("--quantization", help="fp8, int8, int4 or mxfp4 (default: none)")
+    parser.add_argument("--quantization", help="fp8, int8, int4, mxfp4 or nf4 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-offload-gib", type=float, help="host memory for what the KV cache cannot hold; 0: none")
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")

@@ -23,7 +23,10 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.ranks import check_ranks
 from nanoinfer.pooling.files import makes_embeddings
 from nanoinfer.process.collector import no_collection
+from nanoinfer.weights.bitsandbytes.files import modules_of
+from nanoinfer.weights.formats.bitsandbytes import MODULES
 from nanoinfer.weights.formats.table import quantized_as_loaded
+from nanoinfer.weights.safetensors_files import SafetensorsFiles
 from nanoinfer.weights.sources import FileSource
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ class Checkpoint:
         hf_config = _read_gguf_config(folder) if is_gguf(where) else _read_config(where)
         if is_gguf(folder):
             hf_config.quantization_config = quantization_of(read_header(folder))
+        else:
+            _name_modules(folder, hf_config)
         generation = read_generation_config(where)
         ends = _find_eos_token_ids(where, hf_config, generation)
         return cls(folder, hf_config, ends, generation)
@@ -182,6 +187,16 @@ def _read_modelopt_config(folder: str) -> dict[str, Any] | None:
         raise ValueError(f"model={folder!r}: cannot read its {MODELOPT_FILE}: {error!r}") from error
     check_settings(f"model={folder!r}: its {MODELOPT_FILE}", settings, ("producer", "quantization"))
     return own
+
+
+def _name_modules(folder: str, config: PretrainedConfig) -> None:
+    """Add to a quantization_config of bitsandbytes which modules of the files it holds for, if there are files."""
+    own = getattr(config, "quantization_config", None)
+    if not isinstance(own, dict) or own.get("quant_method") != "bitsandbytes":
+        return
+    if any(Path(folder).glob("*.safetensors")):
+        modules = modules_of(SafetensorsFiles(folder, f"model={folder!r}").tensors())
+        config.quantization_config = {**own, MODULES: modules}
 
 
 def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:

@@ -85,8 +85,9 @@ class Config:
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
         not embeddings, head, norms, routers and tower. "int8": they are rounded to eight bits, with a scale for each
         group of neighbouring inputs: 128 of them, or 64 where 128 does not divide. "int4" and "mxfp4": those of
-        attention have eight bits so, and the others four, in groups of 64 with a zero point, or of 32 in MXFP4. None:
-        the weights stay as the checkpoint has them. See the README's limits for what multiplies them
+        attention have eight bits so, and the others four, in groups of 64 with a zero point, or of 32 in MXFP4. "nf4":
+        all have four, in bitsandbytes' NF4. None: the weights stay as the checkpoint has them. See the README's limits
+        for what multiplies them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it, and GPUs before compute capability 8.9 cannot write it; "auto": the cache
         has `dtype`

@@ -209,6 +209,7 @@ class TestQuantizedBases:
                 [
                     pytest.param((write_in_groups, PUBLISHED["gptq act order with zeros"]), id="int4 act order"),
                     pytest.param((write_in_groups, PUBLISHED["nvfp4"]), id="nvfp4"),
+                    pytest.param((write_in_groups, PUBLISHED["nf4 twice"]), id="nf4"),
                 ]
             ),
         ],

@@ -49,6 +49,8 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: int4 rows, down of 300 in torch.bfloat16": 20,
     "_tiles_kernel: mxfp4, down of 300 in torch.bfloat16": 48,
     "_tiles_kernel: mxfp4, down of 300 in torch.float16": 68,
+    "_tiles_kernel: fp4, down of 300 in torch.bfloat16": 80,
+    "_tiles_kernel: nf4, down of 300 in torch.bfloat16": 80,
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,

@@ -767,7 +767,7 @@ class TestModel:
         "changes",
         [
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
-            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            {"quantization_config": {"quant_method": "hqq"}},
             {"layer_types": ["sliding_attention"] * 4},  # without use_sliding_window
             {"hidden_act": "tanh"},
             {"is_causal": False},

@@ -78,7 +78,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-FIRST = ["int4 groups", "gptq act order with zeros", "awq", "modelopt", "mxfp4"]
+FIRST = ["int4 groups", "gptq act order with zeros", "awq", "modelopt", "mxfp4", "nf4 twice"]
 ORDERED = [name for name in PUBLISHED if "order" in name and name not in FIRST]
 TWO_RANKS = [(name, 2) for name in FIRST]
 ONE_RANK = [(name, 1) for name in FIRST]
@@ -120,7 +120,8 @@ WITHOUT_GATES = {"moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16
 
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
 @pytest.mark.parametrize(
-    "name", ["int4 with zeros", "gptq", *whole_only(["gptq act order", "awq", "nvfp4", "int8 groups"])]
+    "name",
+    ["int4 with zeros", "gptq", *whole_only(["gptq act order", "awq", "nvfp4", "int8 groups", "nf4", "llm.int8"])],
 )
 def test_experts(name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None:
     folder, dense = write("qwen3moe", PUBLISHED[name], **EXPERTS)
@@ -175,7 +176,7 @@ def test_multimodal_checkpoints(write: Write, make_llm: MakeLLM) -> None:
     assert tokens_of(make_llm(folder, **OPTIONS)) == tokens_of(make_llm(dense, **OPTIONS))
 
 
-ON_THE_FLY = ["int4", "int8", "mxfp4"]
+ON_THE_FLY = ["int4", "int8", "mxfp4", "nf4"]
 DRAWN = ["gptq act order with zeros", "modelopt", "mxfp4"]
 
 
@@ -183,7 +184,7 @@ class TestOnTheFly:
     """A checkpoint of other numbers is rounded as it loads, tensor by tensor."""
 
     @pytest.mark.parametrize("family", ["qwen3moe", *whole_only(["qwen3", "phi3", "gptoss", "qwen3.5", "gemma3"])])
-    @pytest.mark.parametrize("quantization", ["int4", *whole_only(["int8", "mxfp4"])])
+    @pytest.mark.parametrize("quantization", ["int4", *whole_only(["int8", "mxfp4", "nf4"])])
     def test_ranks_round_alike(self, quantization: str, family: str, write: Write, make_llm: MakeLLM) -> None:
         folder, _ = write(family, PUBLISHED["int4 groups"], **EXPERTS)
         options = {**OPTIONS, **CASES[family].small, "quantization": quantization}
@@ -234,7 +235,10 @@ class TestChanges:
         [
             ("qwen3moe", "int4", 2),
             *whole_only(
-                [("qwen3moe", "mxfp4", 1), ("qwen3moe", "int8", 2), ("qwen3", "int8", 1), ("qwen3", "mxfp4", 2)]
+                [
+                    *[("qwen3moe", "mxfp4", 1), ("qwen3moe", "int8", 2), ("qwen3", "int8", 1), ("qwen3", "mxfp4", 2)],
+                    *[("qwen3moe", "nf4", 2), ("qwen3", "nf4", 1)],
+                ]
             ),
             *whole_only([("phi3", "int4", 1), ("phi3", "int8", 2), ("gptoss", "mxfp4", 1), ("gptoss", "int4", 2)]),
         ],
@@ -282,7 +286,7 @@ class TestChanges:
         assert tokens_of(llm) == expected
 
     @pytest.mark.parametrize(
-        "name", ["int4 groups", "int4 with zeros", *whole_only(["mxfp4", "awq", "gptq", "int8 groups"])]
+        "name", ["int4 groups", "int4 with zeros", "nf4", *whole_only(["mxfp4", "awq", "gptq", "int8 groups"])]
     )
     @pytest.mark.parametrize("family", ["qwen3", *whole_only(["qwen3moe"])])
     def test_plain_weights_are_rounded(self, family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
@@ -317,6 +321,7 @@ class TestChanges:
     [
         ("qwen3", "gptq act order"),
         *whole_only([("qwen3", "int4 with zeros"), ("qwen3moe", "int4 groups"), ("phi3", "modelopt")]),
+        *whole_only([("qwen3", "nf4 twice"), ("phi3", "fp4"), ("qwen3moe", "llm.int8")]),
     ],
 )
 def test_ranks_have_the_bits_of_one(family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
@@ -387,7 +392,7 @@ class TestQuality:
     """
 
     @pytest.mark.parametrize(
-        ("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 0.65), ("mxfp4", 1.25)])]
+        ("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 0.65), ("mxfp4", 1.25), ("nf4", 1.3)])]
     )
     def test_perplexity(self, quantization: str, most: float, recited: list[RequestOutput]) -> None:
         plain, rounded = of_tokens(recited), of_tokens(recited, quantization=quantization)
@@ -403,7 +408,7 @@ class TestBadInput:
             ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': must be one of gptq, gptq_v2"),
             (
                 "gptq",
-                {"quant_method": "bitsandbytes"},
+                {"quant_method": "hqq"},
                 "is not supported; .*; convert it with llm-compressor, GPTQModel",
             ),
             ("awq", {"bits": 8}, "bits=8: must be 4"),

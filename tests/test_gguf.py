@@ -13,21 +13,27 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf: pip install 'nanoinfer[gguf]'")
 
 import huggingface_hub
+import numpy as np
 import torch
 from cases import CASES, Case, build
 from cases.case import LLAMA3, YARN
 from cases.gguf_files import Types, in_type, plain, write_gguf
 from cases.sparse import EXPERTS
+from cases.tuned import ALPHA, Tuned
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 from test_models import run
 from tokenizers import ByteLevelBPETokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
 
 from nanoinfer import LLM
+from nanoinfer.gguf.header import read_header
 from nanoinfer.hub import find_model
+from nanoinfer.layers.embedding import QuantizedEmbedding
 from nanoinfer.weights.formats.gguf import FORMATS
 from nanoinfer.weights.formats.groups import store
+from nanoinfer.weights.formats.groups.experts import GroupExperts
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.matrix import Matrix
 
@@ -130,6 +136,27 @@ def test_experts_on_two_ranks(name: str, write: Write, make_llm: MakeLLM) -> Non
     run(make_llm(file, **OPTIONS, tensor_parallel_size=2), model)
 
 
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_of_two_types(
+    name: str, ranks: int, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Q4_K_M, where downs have more bits."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    case = FAMILIES[name]
+    wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q6_K" if "ffn_down" in name else "Q4_K")(name, shape)
+
+    file, model = write(replace(case, settings={**case.settings, **wide}), mixed)
+    llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
+    experts = [module for module in modules_of(llm).values() if isinstance(module, GroupExperts)]
+    assert len(experts) == 2
+    assert [store.layout.numbers for store in (experts[0].gate_up, experts[0].down)] == ["int4", "int8"]
+    run(llm, model)
+
+
 def test_a_split_file_by_its_first(tmp_path: Path, make_llm: MakeLLM) -> None:
     build(CASES["llama"], tmp_path / "source")
     write_gguf(tmp_path / "source", tmp_path / "model.gguf", split=20)
@@ -209,19 +236,26 @@ def test_other_weights_from_a_file(tmp_path: Path, write: Write, make_llm: MakeL
 
 
 def test_the_log_says_what_became_numbers(write: Write, make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
-    """The embedding of a file in Q8_0 does, and no other matrix."""
-    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "vocab_size": 16000}), in_type("Q8_0"))
+    """The embedding does here, and no other matrix."""
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q2_K" if "token_embd" in name else "Q8_0")(name, shape)
+
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "vocab_size": 16000}), mixed)
     with caplog.at_level("INFO", "nanoinfer"):
         make_llm(file, **OPTIONS)
     assert (
-        f"{file}: tensors in Q8_0 became numbers of float32: they take 0.016 GB, and 0.004 GB in the file"
+        f"{file}: tensors in Q2_K became numbers of float32: they take 0.016 GB, and 0.001 GB in the file"
         in caplog.text
     )
 
 
 def matrices_of(llm: LLM) -> dict[str, Matrix]:
-    model = llm.engine.ranks.runner.steps.model
-    return {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+    return {name: module for name, module in modules_of(llm).items() if isinstance(module, Matrix)}
+
+
+def modules_of(llm: LLM) -> dict[str, nn.Module]:
+    return dict(llm.engine.ranks.runner.steps.model.named_modules())
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -230,10 +264,11 @@ def test_types_that_stay_in_their_bits(
 ) -> None:
     """Each code and each scale is the file's, also where the CPU has no room for the numbers of the dtype."""
     monkeypatch.setattr(store, "may_keep", lambda *shape: False)
-    file, model = write(Case("LlamaForCausalLM", "llama", {**WIDE, "tie_word_embeddings": False}), in_type(kind))
+    settings = {**WIDE, "head_dim": 64, "tie_word_embeddings": False}  # a block of some types has 256 inputs
+    file, model = write(Case("LlamaForCausalLM", "llama", settings), in_type(kind))
     llm = make_llm(file, **OPTIONS)
     matrices = matrices_of(llm)
-    assert len(matrices) == 9  # the head's and four of each layer
+    assert len(matrices) == 10  # the embedding's, the head's and four of each layer
     assert all(isinstance(matrix, GroupMatrix) and matrix.store.label == kind for matrix in matrices.values())
     gate_up = next(matrix for name, matrix in matrices.items() if name.endswith("layers.0.mlp.gate_up_proj.matrix"))
     mlp = model.model.layers[0].mlp
@@ -241,20 +276,77 @@ def test_types_that_stay_in_their_bits(
     run(llm, model)
 
 
-def test_a_matrix_of_two_types_has_numbers(write: Write, make_llm: MakeLLM) -> None:
-    """Queries, keys and values are one matrix here; so are gates and ups. Others of the layer keep their types."""
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"deterministic": True}], ids=str)
+def test_a_matrix_of_two_types(options: dict[str, Any], write: Write, make_llm: MakeLLM) -> None:
+    """Queries, keys and values are one matrix here; so are gates and ups. Each keeps its type."""
+    kinds = {"attn_v": "Q6_K", "attn_k": "F16", "ffn_down": "Q4_0", "ffn_gate": "Q5_K"}
 
     def mixed(name: str, shape: tuple[int, ...]) -> str:
-        return in_type("Q5_0" if "attn_v" in name else "Q4_0" if "ffn_down" in name else "Q8_0")(name, shape)
+        return in_type(next((kind for part, kind in kinds.items() if part in name), "Q4_K"))(name, shape)
 
-    file, model = write(Case("LlamaForCausalLM", "llama", {**WIDE, "tie_word_embeddings": True}), mixed)
-    llm = make_llm(file, **OPTIONS)
-    kinds = {
-        name.split(".")[-2]: matrix.store.label if isinstance(matrix, GroupMatrix) else "numbers"
+    settings = {**WIDE, "head_dim": 64, "attention_bias": True, "tie_word_embeddings": True}
+    file, model = write(Case("LlamaForCausalLM", "llama", settings), mixed)
+    llm = make_llm(file, **OPTIONS, **options)
+    found = [
+        (name.partition("_proj.matrix")[0].split(".")[-1], matrix.store.label)
         for name, matrix in matrices_of(llm).items()
-    }
-    assert kinds == {"qkv_proj": "numbers", "o_proj": "Q8_0", "gate_up_proj": "Q8_0", "down_proj": "Q4_0"}
+        if isinstance(matrix, GroupMatrix) and ".0." in name
+    ]
+    assert found == [
+        ("qkv", "Q4_K"), ("qkv", "Q6_K"), ("o", "Q4_K"),
+        ("gate_up", "Q5_K"), ("gate_up", "Q4_K"), ("down", "Q4_0"),
+    ]  # fmt: skip
     run(llm, model)
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_embedding_that_is_the_head_too(
+    ranks: int, kind: str, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vectors are looked up in their bits, and an update under either name is rounded."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    settings = {**WIDE, "vocab_size": 301, "tie_word_embeddings": True}
+    file, model = write(Case("LlamaForCausalLM", "llama", settings), in_type(kind))
+    llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
+    head = modules_of(llm)["inputs.embedding"]
+    assert isinstance(head, QuantizedEmbedding)
+    assert head.matrix.store.label == kind
+    assert "lm_head" not in modules_of(llm)  # as it is the same module
+    run(llm, model)
+    prompts, weights = [[5], [7, 8]], model.state_dict()
+    weight, updates = weights.pop("lm_head.weight").flip(0), []
+    del weights["model.embed_tokens.weight"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        llm.load_weights(file)
+        llm.update_weights([(name, weight), *weights.items()])
+        updates.append([output.token_ids for output in llm.generate(prompts, greedy(4), use_tqdm=False)])
+    assert updates[0] == updates[1]
+
+
+def test_an_adapter_beside_a_quantized_embedding(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:
+    """And beside matrices of two types."""
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type("Q6_K" if "attn_v" in name else "Q4_K")(name, shape)
+
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "head_dim": 64, "tie_word_embeddings": True}), mixed)
+    tuned, prompt = Tuned(str(tmp_path / "source"), seed=1), list(range(20, 60))
+    llm = make_llm(file, **OPTIONS, max_adapters=1)
+    llm.load_adapter("red", tuned.tensors, alpha=ALPHA)
+    (output,) = llm.generate([prompt], greedy(12, adapter="red", ignore_eos=True), use_tqdm=False)
+    assert output.token_ids == tuned.greedy(prompt, 12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_a_minimum_that_is_infinite(kind: str, write: Write, make_llm: MakeLLM) -> None:
+    file, _ = write(Case("LlamaForCausalLM", "llama", {**WIDE, "head_dim": 64}), in_type(kind))
+    entry = read_header(file).entries["blk.1.ffn_up.weight"]
+    content = bytearray(Path(file).read_bytes())
+    content[entry.offset + 2 : entry.offset + 4] = np.float16(np.inf).tobytes()
+    Path(file).write_bytes(content)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight_minima has numbers that are NaN or inf"):
+        make_llm(file, **OPTIONS)
 
 
 def test_a_quantized_file_is_quantized(write: Write, make_llm: MakeLLM) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton
@@ -9,12 +11,13 @@ import triton.language as tl
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, E2M1, Numbers, pack, unpack
+from nanoinfer.kernels.groups import BITS, BITSANDBYTES, TABLES, Numbers, pack, unpack
 from nanoinfer.kernels.linear.groups.scales import factors_of
+from nanoinfer.kernels.look_up import PERMUTATIONS
 from nanoinfer.kernels.unpacking import dot_words, split_places, unpack_tile
 
 ROWS, INPUTS = 16, 64
-ALL: tuple[Numbers, ...] = ("int4", "int8", "e2m1")
+ALL: tuple[Numbers, ...] = ("int4", "int8", "e2m1", "nf4", "fp4")
 IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # the interpreter has plain numbers
 
@@ -37,8 +40,8 @@ def test_a_word_has_neighbours_in_its_halves() -> None:
 
 def values(drawn: Tensor, numbers: Numbers, zeros: Tensor | None) -> Tensor:
     """zeros: broadcasts with `drawn`"""
-    if numbers == "e2m1":
-        return torch.tensor(E2M1, device=DEVICE)[drawn & 7] * (1 - drawn // 8 * 2)
+    if numbers in TABLES:
+        return torch.tensor(TABLES[numbers], device=DEVICE)[drawn]
     return (drawn - (1 << BITS[numbers] - 1 if zeros is None else zeros)).float()
 
 
@@ -123,4 +126,46 @@ def test_a_kernel_multiplies_words_by_a_vector(numbers: Numbers, with_zeros: boo
     words, out = pack(drawn, bits), torch.empty(ROWS, device=DEVICE)
     in_bytes = None if zeros is None else zeros.to(torch.uint8)
     _dot_kernel[(1,)](words, in_bytes, x, out, numbers, ROWS, INPUTS, words.shape[1], DEVICE == "cuda")
-    assert torch.equal(out, values(drawn, numbers, None if zeros is None else zeros[:, None]) @ x)
+    own = values(drawn, numbers, None if zeros is None else zeros[:, None])
+    if numbers in BITSANDBYTES and DEVICE == "cuda":
+        own = own.half().float()
+    # float32 rounds these numbers and their products.
+    torch.testing.assert_close(out, own @ x, rtol=0, atol=1e-4 if numbers in BITSANDBYTES else 0)
+
+
+def run(instructions: str, word: int) -> list[int]:
+    """Run what a GPU does with a word: its instructions, one by one; returns the four results."""
+    held = {"$4": word}
+
+    def read(operand: str) -> int:
+        return held[operand] if operand in held else int(operand, 0) & 0xFFFFFFFF
+
+    for line in filter(None, map(str.strip, re.sub(r"\.reg[^;]*;", "", instructions).strip("{ }").split(";"))):
+        name, rest = line.split(" ", 1)
+        target, *operands = map(str.strip, rest.split(","))
+        a, b, *more = map(read, operands)
+        if name == "and.b32":
+            held[target] = a & b
+        elif name == "shr.u32":
+            held[target] = a >> b
+        elif name == "lop3.b32":
+            assert more[1] == 0xEA
+            held[target] = a & b | more[0]
+        else:
+            assert name == "prmt.b32"
+            places = [more[0] >> 4 * byte & 15 for byte in range(4)]
+            assert max(places) < 8, "an eighth bit repeats a sign"
+            both = (b << 32 | a).to_bytes(8, "little")
+            held[target] = int.from_bytes(bytes(both[place] for place in places), "little")
+    return [held[f"${place}"] for place in range(4)]
+
+
+@pytest.mark.parametrize("numbers", BITSANDBYTES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gpu_looks_up_pairs_by_permutations(numbers: Numbers, dtype: torch.dtype) -> None:
+    drawn = torch.cat([torch.arange(16), torch.randint(16, (48,))])
+    looked_up = [
+        run(PERMUTATIONS[numbers, dtype == torch.bfloat16], word & 0xFFFFFFFF) for word in pack(drawn, 4).tolist()
+    ]
+    pairs = torch.tensor(looked_up).to(torch.uint32).view(torch.int16).view(dtype).view(-1, 4, 4, 2)
+    assert torch.equal(pairs.transpose(1, 2).flatten(), torch.tensor(TABLES[numbers]).to(dtype)[drawn])

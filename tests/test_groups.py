@@ -14,7 +14,7 @@ from conftest import DEVICE
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.kernels.groups import E2M1, pack, values_of
+from nanoinfer.kernels.groups import E2M1, TABLES, pack, values_of
 from nanoinfer.kernels.rounding import (
     RoundedMatrix,
     nearest,
@@ -308,11 +308,11 @@ class TestRounding:
         assert values_of(found, "e2m1").tolist() == [[4.0, 0.5, 1.0, 1.5, 2.0], [6.0, 1.0, 2.0, 3.0, 1.5]]
 
     @pytest.mark.parametrize(
-        ("numbers", "has_zeros"), [("int4", False), ("int8", False), ("e2m1", False), ("int4", True), ("int8", True)]
+        ("numbers", "has_zeros"), [*product(("int4", "int8"), (False, True)), *((name, False) for name in TABLES)]
     )
     def test_what_is_in_the_format_stays(self, numbers: str, has_zeros: bool) -> None:
         codes = torch.randint(0, 256 if numbers == "int8" else 16, (8, 128))
-        codes[:, ::32] = 0 if numbers != "e2m1" else 7
+        codes[:, ::32] = {"e2m1": 7, "fp4": 3}.get(numbers, 0)
         codes[:, 1::32] = 255 if numbers == "int8" else 15
         zeros = torch.randint(0, codes.max(), (8, 4)).repeat_interleave(32, 1) if has_zeros else None
         weight = values_of(codes, numbers, zeros) * 2.0 ** torch.arange(-4, 4).unsqueeze(1)
@@ -321,7 +321,8 @@ class TestRounding:
 
     @pytest.mark.parametrize("has_zeros", [False, True])
     def test_zeros_and_what_is_not_finite(self, has_zeros: bool) -> None:
-        for numbers, dtype in (("int4", torch.float32), *([] if has_zeros else [("e2m1", torch.uint8)])):
+        others = [] if has_zeros else [("e2m1", torch.uint8), ("nf4", torch.float32), ("fp4", torch.float32)]
+        for numbers, dtype in (("int4", torch.float32), *others):
             assert not dense_of(round_to_groups(torch.zeros(2, 32), 32, numbers, dtype, has_zeros), numbers).any()
             for bad in (math.nan, math.inf, -math.inf):
                 for values in (torch.full((1, 32), bad), torch.cat([torch.full((1, 1), bad), torch.randn(1, 31)], 1)):
@@ -333,6 +334,16 @@ class TestRounding:
         weight = sign * (torch.rand(4, 64) + 1)
         dense = dense_of(round_to_groups(weight, 64, "int4", torch.float32, True), "int4")
         assert (dense - weight).abs().max() < 2 / 15
+
+    @pytest.mark.parametrize("numbers", ["nf4", "fp4"])
+    def test_bitsandbytes_takes_the_largest_value_as_a_scale(self, numbers: str) -> None:
+        weight = torch.randn(8, 128)
+        found, scales, _ = round_to_groups(weight, 64, numbers, torch.float32)
+        assert torch.equal(scales, weight.unflatten(1, (2, 64)).abs().amax(-1))
+        wide = scales.repeat_interleave(64, 1)
+        distances = (weight.unsqueeze(-1) - torch.tensor(TABLES[numbers]) * wide.unsqueeze(-1)).abs()
+        chosen = distances.gather(-1, found.long().unsqueeze(-1))
+        torch.testing.assert_close(chosen.squeeze(-1), distances.amin(-1), rtol=0, atol=1e-6)
 
     def test_ties_go_to_even(self) -> None:
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])

@@ -244,6 +244,7 @@ SHAPES_TO_CHECK = [
     WeightShape(100, 384, None, Grouping("int8", 32, SHORT, True, False)),
     WeightShape(100, 384, None, Grouping("e2m1", 16, FP8, False, True)),
     WeightShape(100, 384, None, Grouping("e2m1", 32, torch.uint8, False, False)),
+    *(WeightShape(100, 384, None, Grouping(numbers, 64, torch.float32, False, False)) for numbers in ("nf4", "fp4")),
 ]
 
 

@@ -362,13 +362,13 @@ class TestRoom:
                 {},
                 1,
                 "raise gpu_memory_utilization=0.9, or lower STEPS, or set kv_cache_dtype='fp8' or"
-                " quantization='fp8' or 'int4' or 'int8' or 'mxfp4'",
+                " quantization='fp8' or 'int4' or 'int8' or 'mxfp4' or 'nf4'",
             ),
             (
                 {"kv_cache_dtype": "fp8"},
                 2,
                 "raise gpu_memory_utilization=0.9 or tensor_parallel_size=1, or lower STEPS, or set"
-                " quantization='fp8' or 'int4' or 'int8' or 'mxfp4'",
+                " quantization='fp8' or 'int4' or 'int8' or 'mxfp4' or 'nf4'",
             ),
             (
                 {"quantization": "fp8", "gpu_memory_utilization": 1},

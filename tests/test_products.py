@@ -58,7 +58,7 @@ from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton, norm_add_norm_reference, normalize_reference
 
-of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4), ids=str)
+of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4, 10, 12), ids=str)
 of_all_groupings = pytest.mark.parametrize("form", [*GROUPINGS, *SMALL_GROUPS], ids=str)
 LOW: Block = (8, 128)
 WAYS = [(False, True), (True, True), (True, False)]  # whether a product may be in pieces, and whether blocks are copied
@@ -136,7 +136,7 @@ class TestTokensInFp8:
     ("form", "activation"),
     [
         *product([*BLOCKS, LOW], [None, "silu"]),
-        *of_each_kind(product(GROUPINGS, ["silu", None]), 0, 2, 4, 6, 8),
+        *of_each_kind(product(GROUPINGS, ["silu", None]), 0, 2, 4, 6, 8, 20, 22, 24),
     ],
     ids=str,
 )
@@ -249,7 +249,7 @@ class TestEveryWay:
         [
             *((form, 384) for form in SMALL_GROUPS),  # which have a dense copy
             (INT4._replace(size=0, scales=torch.float16), 71),
-            *of_each_kind(product(GROUPINGS, [384]), 0, 1, 2, 3, 4),
+            *of_each_kind(product(GROUPINGS, [384]), 0, 1, 2, 3, 4, 10, 11, 12),
         ],
         ids=str,
     )
@@ -302,6 +302,12 @@ class TestADenseCopy:
         weight = draw(form, 37, inputs)
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(dense.dequantize_triton(weight, dtype, 256), dequantize_reference(weight, dtype))
+
+    def test_the_kernel_looks_up_rows(self, form: Grouping) -> None:
+        weight, rows = draw(form, 37, 256), torch.tensor([36, 0, 5, 5, 17], dtype=torch.int32, device=DEVICE)
+        whole = dequantize_reference(weight, torch.float32)
+        assert torch.equal(dense.dequantize_triton(weight, torch.float32, 256, rows), whole[rows])
+        assert torch.equal(dense.dequantize(weight, torch.float32, rows), whole[rows])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -269,8 +269,8 @@ class TestBadInput:
         ("config", "message"),
         [
             (
-                {"quant_method": "bitsandbytes", "load_in_4bit": True},
-                "quantization_config=.*'bitsandbytes'.* is not supported; supported are 'fp8'.*; convert it with",
+                {"quant_method": "hqq", "quant_config": {}},
+                "quantization_config=.*'hqq'.* is not supported; supported are 'fp8'.*; convert it with",
             ),
             ({**FP8_CONFIG, "weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\]: must be two integers"),
             ({**FP8_CONFIG, "weight_block_size": 128}, "weight_block_size=128: must be two integers"),

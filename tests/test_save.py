@@ -312,7 +312,8 @@ def test_an_empty_folder(run: Run, tmp_path: Path, capsys: Captured) -> None:
     [
         ("--config gpt-oss-20b --quantization int4", "--quantization int4: no checkpoint has --config gpt-oss-20b"),
         ("--config gemma4-26b-a4b --quantization int8", "experts.0.down_proj in int8: must be of the same bits"),
-        ("--config tiny --quantization nf4", "quantization='nf4'"),
+        ("--config tiny --quantization nf4", "matrices in nf4 cannot be written: compressed-tensors has int4, int8"),
+        ("--config tiny --quantization nf3", "quantization='nf3'"),
     ],
 )
 def test_formats_that_no_checkpoint_has(command: str, message: str, run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks: the codes and the scales in a tensor of few bits, as formats of groups keep them."""
+"""Blocks: the codes, the scales and the minima in a tensor of few bits, as formats of groups keep them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.gguf.header import Entry
+from nanoinfer.gguf.header import Entry, block_of
 from nanoinfer.gguf.tensor import Change, GgufTensor
 
-CODES, SCALES = "weight_codes", "weight_scales"  # what a matrix's tensors have instead of "weight"
-GROUP = 32  # inputs that share a scale: one block
-Blocks = np.ndarray  # [..., bytes]
+CODES, SCALES, MINIMA = "weight_codes", "weight_scales", "weight_minima"  # what tensors are called instead of "weight"
+Blocks = np.ndarray  # [rows, blocks, bytes]
+PER_K_BLOCK = 8  # groups
+
+
+class Part(NamedTuple):
+    """A part of a type's blocks.
+
+    read: makes [rows, blocks, groups of a block, numbers of a group] of them, or one number less: of a group
+    dtype: of what it makes, as safetensors names it
+    """
+
+    read: Callable[[Blocks], np.ndarray]
+    dtype: str
 
 
 class Kind(NamedTuple):
     """A type that stays in its bits.
 
-    codes, scales: make these of blocks
+    group: the neighbouring inputs that share a scale
     per_byte: how many codes are in a byte
-    dtypes: those of codes and scales, as safetensors names them
+    parts: by the ends of their names
     """
 
-    codes: Callable[[Blocks], np.ndarray]
-    scales: Callable[[Blocks], np.ndarray]
+    group: int
     per_byte: int
-    dtypes: tuple[str, str]
+    parts: dict[str, Part]
+
+
+def _kind(codes: Part, scales: Part, minima: Part | None = None, group: int = 32) -> Kind:
+    parts = {CODES: codes, SCALES: scales, **({} if minima is None else {MINIMA: minima})}
+    return Kind(group, 2 if codes.dtype == "U8" else 1, parts)
+
+
+def _of_one_group(read: Callable[[Blocks], np.ndarray]) -> Callable[[Blocks], np.ndarray]:
+    """Return what reads a part of blocks that are a group each."""
+    return lambda blocks: read(blocks)[:, :, None]
 
 
 def _halves(packed: Blocks) -> np.ndarray:
@@ -42,31 +62,86 @@ def _in_pairs(codes: np.ndarray) -> np.ndarray:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def _five_bits(blocks: Blocks) -> np.ndarray:
-    """Return the codes less 16 of blocks whose fifth bits are apart."""
-    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-    return (_halves(blocks[..., 6:]) | fifth << 4).view(np.int8) - np.int8(16)
+def _pairs_from(place: int) -> Part:
+    """Return codes of four bits, which begin at a byte of their block."""
+    return Part(_of_one_group(lambda blocks: _in_pairs(_halves(blocks[..., place:]))), "U8")
 
 
-def _first_half(blocks: Blocks) -> np.ndarray:
-    """Return the number of 16 bits with which blocks begin."""
-    return np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+def _five_bits_from(place: int) -> Part:
+    """Return codes less 16 of blocks whose fifth bits are apart, and begin at a byte."""
+
+    def read(blocks: Blocks) -> np.ndarray:
+        fifth = np.unpackbits(blocks[..., place : place + 4], axis=-1, bitorder="little")
+        return (_halves(blocks[..., place + 4 :]) | fifth << 4).view(np.int8) - np.int8(16)
+
+    return Part(_of_one_group(read), "I8")
 
 
+def _half_at(blocks: Blocks, place: int) -> np.ndarray:
+    """Return the number of 16 bits at a byte of each block."""
+    return np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)[..., 0]
+
+
+def _k_halves(blocks: Blocks) -> np.ndarray:
+    """Return the codes of four bits of a K block's groups, which lie two by two, [..., 8, 32]."""
+    pairs = blocks[..., -128:].reshape(*blocks.shape[:-1], 4, 1, 32)
+    return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], PER_K_BLOCK, 32)
+
+
+def _k_five_bits(blocks: Blocks) -> np.ndarray:
+    """Return the codes less 16 of Q5_K; of a byte's fifth bits, each is another group's."""
+    shifts = np.arange(PER_K_BLOCK, dtype=np.uint8)[:, None]
+    fifth = blocks[..., None, 16:48] >> shifts & 1
+    return (_k_halves(blocks) | fifth << 4).view(np.int8) - np.int8(16)
+
+
+def _k_scales(blocks: Blocks, is_minimum: bool) -> np.ndarray:
+    """Return a K block's scales or minima, [..., 8] float32: products of six bits with a number of the block."""
+    first, second, rest = (blocks[..., 4 + 4 * part : 8 + 4 * part] for part in range(3))
+    own, low = (second, rest >> 4) if is_minimum else (first, rest & 15)
+    six_bits = np.concatenate([own & 63, low | own >> 2 & 48], axis=-1)
+    return _half_at(blocks, 2 if is_minimum else 0)[..., None].astype(np.float32) * six_bits
+
+
+def _k_six_bits(blocks: Blocks) -> np.ndarray:
+    """Return the codes of Q6_K, from -32 on, [..., 16, 16]; each half of a block has its own bytes."""
+    shape = blocks.shape[:-1]
+    low, high = blocks[..., :128].reshape(*shape, 2, 1, 64), blocks[..., 128:192].reshape(*shape, 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*shape, 2, 4, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    return ((low | high << 4).view(np.int8) - np.int8(32)).reshape(*shape, 16, 16)
+
+
+def _k_scales_of_16(blocks: Blocks) -> np.ndarray:
+    """Return the scales of Q6_K, [..., 16] float32."""
+    return _half_at(blocks, 208)[..., None].astype(np.float32) * blocks[..., 192:208].view(np.int8)
+
+
+HALF = Part(_of_one_group(lambda blocks: _half_at(blocks, 0)), "F16")
+MINUS_SECOND = Part(_of_one_group(lambda blocks: -_half_at(blocks, 2)), "F16")  # what is added is no minimum
+K_SCALES = Part(lambda blocks: _k_scales(blocks, False), "F32"), Part(lambda blocks: _k_scales(blocks, True), "F32")
 KINDS = {
-    "Q8_0": Kind(lambda blocks: blocks[..., 2:].view(np.int8), _first_half, 1, ("I8", "F16")),
-    "Q5_0": Kind(_five_bits, _first_half, 1, ("I8", "F16")),
-    "Q4_0": Kind(lambda blocks: _in_pairs(_halves(blocks[..., 2:])), _first_half, 2, ("U8", "F16")),
-    "MXFP4": Kind(lambda blocks: _in_pairs(_halves(blocks[..., 1:])), lambda blocks: blocks[..., 0], 2, ("U8", "U8")),
+    "Q8_0": _kind(Part(_of_one_group(lambda blocks: blocks[..., 2:].view(np.int8)), "I8"), HALF),
+    "Q5_0": _kind(_five_bits_from(2), HALF),
+    "Q5_1": _kind(_five_bits_from(4), HALF, MINUS_SECOND),
+    "Q4_0": _kind(_pairs_from(2), HALF),
+    "Q4_1": _kind(_pairs_from(4), HALF, MINUS_SECOND),
+    "MXFP4": _kind(_pairs_from(1), Part(_of_one_group(lambda blocks: blocks[..., 0]), "U8")),
+    "Q4_K": _kind(Part(lambda blocks: _in_pairs(_k_halves(blocks)), "U8"), *K_SCALES),
+    "Q5_K": _kind(Part(_k_five_bits, "I8"), *K_SCALES),
+    "Q6_K": _kind(Part(_k_six_bits, "I8"), Part(_k_scales_of_16, "F32"), group=16),
 }
 
 
 @dataclass(frozen=True)
 class GgufPart:
-    """Reads the codes of a matrix, or its scales, as safetensors' slice objects read a tensor."""
+    """Reads the codes of a matrix, its scales or its minima, as safetensors' slice objects read a tensor.
+
+    name: a key of the type's parts
+    """
 
     tensor: GgufTensor
-    is_codes: bool
+    name: str
 
     @property
     def kind(self) -> Kind:
@@ -76,30 +151,34 @@ class GgufPart:
     def get_shape(self) -> list[int]:
         """Return [outputs, bytes of codes] or [outputs, groups]."""
         rows, inputs = self.tensor.shape
-        return [rows, inputs // (self.kind.per_byte if self.is_codes else GROUP)]
+        return [rows, inputs // (self.kind.per_byte if self.name == CODES else self.kind.group)]
 
     def get_dtype(self) -> str:
-        """Return the type of the codes or scales."""
-        return self.kind.dtypes[0 if self.is_codes else 1]
+        """Return the type of the part."""
+        return self.kind.parts[self.name].dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return some; no other rows are read."""
         rows, columns = (slice(None), slice(None)) if index is ... else index
         blocks = self.tensor.stored_rows(rows)
-        blocks = blocks.reshape(len(blocks), self.tensor.shape[1] // GROUP, -1)
+        inputs, group = self.tensor.shape[1], self.kind.group
+        blocks = blocks.reshape(len(blocks), inputs // block_of(self.tensor.entry.type)[0], -1)
+        found = self.kind.parts[self.name].read(blocks)
         if (order := self.tensor.change.columns) is not None:
-            blocks = blocks[:, order.places(self.tensor.shape[1], GROUP).numpy()]
-        found = (self.kind.codes if self.is_codes else self.kind.scales)(blocks)
+            by_group = found.reshape(len(found), inputs // group, -1)
+            found = by_group[:, order.places(inputs, group).numpy()]
         return torch.from_numpy(np.ascontiguousarray(found.reshape(len(found), -1)))[:, columns]
 
 
 def stays_in_bits(entry: Entry, change: Change) -> bool:
     """Whether a tensor's type does, and nothing moves columns out of their groups."""
-    return entry.type in KINDS and (change.columns is None or change.columns.size % GROUP == 0)
+    if (kind := KINDS.get(entry.type)) is None:
+        return False
+    return change.columns is None or change.columns.size % kind.group == 0
 
 
 def parts_of(tensor: GgufTensor) -> dict[str, GgufPart]:
     """Return the parts of a matrix by the ends of their names; none, if its type does not stay in its bits."""
     if not stays_in_bits(tensor.entry, tensor.change) or len(tensor.shape) != 2:
         return {}
-    return {CODES: GgufPart(tensor, True), SCALES: GgufPart(tensor, False)}
+    return {name: GgufPart(tensor, name) for name in KINDS[tensor.entry.type].parts}

@@ -105,6 +105,13 @@ def import_gguf() -> ModuleType:
     return gguf
 
 
+def block_of(kind: str) -> tuple[int, int]:
+    """Return the numbers of a type's block, and its bytes."""
+    gguf = import_gguf()
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return size, num_bytes
+
+
 def read_header(path: str | Path) -> Header:
     """Read a file, or all files of a split one by its first. Raises ValueError, naming the place, if it is broken."""
     files = _files_of(Path(path))
@@ -219,7 +226,7 @@ def _entries(reader: _Reader, count: int, alignment: int) -> Iterator[Entry]:
         except ValueError:
             where = f"{reader.path}: {name}, at the byte {begin + offset},"
             raise ValueError(f"{where} has the type {number}, which the package gguf does not know") from None
-        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        size, num_bytes = block_of(kind.name)
         if shape[-1] % size:
             raise ValueError(
                 f"{reader.path}: {name}, {list(shape)} in {kind.name}: rows must be of {size} numbers or more"

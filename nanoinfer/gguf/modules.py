@@ -9,8 +9,7 @@ from nanoinfer.gguf.blocks import stays_in_bits
 from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Header, import_gguf
 
-EMBEDDING = "token_embd.weight"  # is looked up as numbers of the dtype
-HEAD = "lm_head"
+OUTSIDE = "model.embed_tokens", "lm_head"  # of layers
 
 
 def quantization_of(header: Header) -> dict[str, Any] | None:
@@ -24,8 +23,8 @@ def quantization_of(header: Header) -> dict[str, Any] | None:
     family, modules = family_of(header), defaultdict(list)
     for module, (_, name) in table.mapping.items():
         entry = header.entries.get(f"{name}.weight")
-        is_ours = module.startswith("model.layers.") or module == HEAD
-        if entry is None or not is_ours or entry.name == EMBEDDING or len(entry.shape) < 2:
+        is_ours = module.startswith("model.layers.") or module in OUTSIDE
+        if entry is None or not is_ours or len(entry.shape) < 2:
             continue
         if stays_in_bits(entry, family.change_of(header, entry.name)):
             modules[entry.type].append(module.replace(".experts.", ".experts.0."))

@@ -11,21 +11,38 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
 
-Numbers = Literal["int4", "int8", "e2m1"]  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX, 2023)
+Numbers = Literal["int4", "int8", "e2m1", "nf4", "fp4"]  # e2m1: of OCP MX (2023); nf4, fp4: of bitsandbytes
 
-BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4}
+BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4, "nf4": 4, "fp4": 4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+_FP4 = tuple(twelfths / 12 for twelfths in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))  # so, too
+_NF4 = (  # quantiles of a normal distribution (Dettmers et al., 2023)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# What codes stand for; the others are integers.
+TABLES: dict[Numbers, tuple[float, ...]] = {
+    "e2m1": (*E2M1, *(-value for value in E2M1)),
+    "nf4": _NF4,
+    "fp4": (*_FP4, *(-value for value in _FP4)),
+}
+BITSANDBYTES: tuple[Numbers, ...] = ("nf4", "fp4")  # tables that no arithmetic makes
+MIDDLES: dict[Numbers, int] = {"int4": 8, "int8": 16}  # of codes with minima: a code is so much more than its number
 LARGEST_POWER = 2.0**65  # of scales that are powers of two: see linear.groups.scales.factors_of
-SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # standard deviations, if all are as likely
+# Standard deviations, if all are as likely.
+SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "nf4": 0.517, "fp4": 0.487}
 
 
 class GroupWeight(NamedTuple):
     """A weight, [out_features, in_features]: (number - zero) * scale * factor; experts have a dimension more before.
 
+    Or code * scale - minimum, as GGUF's types have it, in which codes count from 0: see MIDDLES.
+
     words: [out_features, 4 * ceil(in_features * bits / 128)] int32, see pack
     scales: [out_features, groups] of a floating type, e4m3 among them, or uint8: powers of two, with 127 added (e8m0)
-    zeros: [out_features, groups] uint8; None: half of what the bits count to, or for e2m1 nothing
-    factors: [out_features] float32; None: 1
+    zeros: [out_features, groups] uint8, of integers, or minima of a floating type; None: half of what the bits count to
+    factors: [out_features] float32; None: 1, as with minima
     numbers: what a word's bits mean
     in_features: a multiple of the groups
     """
@@ -41,6 +58,17 @@ class GroupWeight(NamedTuple):
     def group(self) -> int:
         """The inputs that share a scale."""
         return self.in_features // self.scales.shape[-1]
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether groups have minima, and codes from 0 on."""
+        return self.zeros is not None and self.zeros.is_floating_point()
+
+    def select(self, rows: Tensor) -> GroupWeight:
+        """Return a copy of some rows. rows: their numbers, of int32"""
+        zeros, factors = (part if part is None else part.index_select(0, rows) for part in (self.zeros, self.factors))
+        words, scales = (part.index_select(0, rows) for part in (self.words, self.scales))
+        return GroupWeight(words, scales, zeros, factors, self.numbers, self.in_features)
 
     def split(self, rows: int | list[int]) -> list[GroupWeight]:
         """Return views of neighbouring rows, as Tensor.split does."""
@@ -100,15 +128,33 @@ def values_of(numbers: Tensor, kind: Numbers, zeros: Tensor | None = None) -> Te
 
     zeros: of integers; None: half of what their bits count to
     """
-    if kind != "e2m1":
+    if kind not in TABLES:
         return numbers.float().sub_(1 << BITS[kind] - 1 if zeros is None else zeros)
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
+    table = torch.tensor(TABLES[kind], device=numbers.device)
     return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
+
+
+def minima_of(zeros: Tensor, scales: Tensor, numbers: Numbers) -> Tensor:
+    """Return minima of the scales' dtype, with which numbers stand for what they do with zeros, of integers."""
+    codes = zeros.float() - ((1 << BITS[numbers] - 1) - MIDDLES[numbers])
+    return (codes * scales.float()).to(scales.dtype)
 
 
 def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
     numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features).unflatten(-1, (-1, weight.group))
-    zeros = None if weight.zeros is None else weight.zeros.unsqueeze(-1)
-    values = values_of(numbers, weight.numbers, zeros).mul_(scales_of(weight).unsqueeze(-1))
-    return values.flatten(-2).to(dtype)
+    return scale_groups(values_of(numbers, weight.numbers), weight).flatten(-2).to(dtype)
+
+
+def scale_groups(values: Tensor, weight: GroupWeight) -> Tensor:
+    """Return the weight, [out_features, groups, group] float32, in the memory of `values`.
+
+    values: values_of its numbers, whose zeros are half of what their bits count to
+    """
+    scales = scales_of(weight).unsqueeze(-1)
+    if weight.zeros is None:
+        return values.mul_(scales)
+    zeros = weight.zeros.float().unsqueeze(-1)
+    if weight.has_minima:
+        return values.add_(MIDDLES[weight.numbers]).mul_(scales).sub_(zeros)
+    return values.sub_(zeros - (1 << BITS[weight.numbers] - 1)).mul_(scales)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, E2M1, Numbers, values_of
+from nanoinfer.kernels.groups import BITS, BITSANDBYTES, E2M1, TABLES, Numbers, values_of
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
 CANDIDATES = tl.constexpr(5)  # from 24/32 to 32/32 of the scale that reaches the largest value; one more is above it
@@ -36,7 +36,7 @@ def round_to_groups(
     values: Tensor, group: int, numbers: Numbers, dtype: torch.dtype, has_zeros: bool = False
 ) -> RoundedMatrix:
     """Compute round_to_groups_reference, by a kernel where there is one."""
-    compute = round_to_groups_triton if values.is_cuda and numbers != "e2m1" else round_to_groups_reference
+    compute = round_to_groups_triton if values.is_cuda and numbers not in TABLES else round_to_groups_reference
     return compute(values, group, numbers, dtype, has_zeros)
 
 
@@ -52,7 +52,12 @@ def round_to_groups_reference(
     has_zeros: integers count from a zero that each group has of its own
     """
     grouped = values.float().unflatten(-1, (-1, group))
-    candidates = _powers(grouped) if dtype == torch.uint8 else _fitted(grouped, numbers, dtype, has_zeros)
+    if dtype == torch.uint8:
+        candidates = _powers(grouped)
+    elif numbers in BITSANDBYTES:
+        candidates = _largest(grouped, dtype)
+    else:
+        candidates = _fitted(grouped, numbers, dtype, has_zeros)
     best: tuple[Tensor, ...] = ()
     for stored, scales, zeros in candidates:
         found = nearest(grouped / scales, numbers, zeros)
@@ -72,8 +77,12 @@ def round_to_groups_reference(
 def nearest(values: Tensor, numbers: Numbers, zeros: Tensor | int | None = None) -> Tensor:
     """Return the numbers that are nearest to some values, uint8 as `pack` takes them; ties go to even ones.
 
+    Those of nf4 and fp4 go to lower ones, as bitsandbytes has it.
     zeros: of integers, as for values_of
     """
+    if numbers in BITSANDBYTES:
+        table, codes = torch.tensor(TABLES[numbers], device=values.device).sort()
+        return codes.to(torch.uint8)[torch.bucketize(values.contiguous(), (table[1:] + table[:-1]) / 2)]
     if numbers != "e2m1":
         zeros = 1 << BITS[numbers] - 1 if zeros is None else zeros
         return values.round().add_(zeros).clamp_(0, (1 << BITS[numbers]) - 1).to(torch.uint8)
@@ -132,6 +141,12 @@ def _powers(grouped: Tensor) -> Iterator[Candidate]:
             torch.ldexp(torch.ones_like(largest), stored - 127),
             torch.zeros_like(largest),
         )
+
+
+def _largest(grouped: Tensor, dtype: torch.dtype) -> Iterator[Candidate]:
+    """Yield the scale that bitsandbytes takes: the largest value."""
+    stored = grouped.abs().amax(-1, keepdim=True).to(dtype)
+    yield stored, _not_zero(stored.float()), torch.zeros_like(stored)
 
 
 def _not_zero(scales: Tensor) -> Tensor:

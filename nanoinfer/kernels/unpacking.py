@@ -3,6 +3,7 @@
 A GPU converts integers to floating point at a fraction of the rate of its other operations. So nothing here converts:
 the bits of a small integer, below the exponent of a power of two, are already the sum of both, and one subtraction
 leaves the integer. The bits of an e2m1 are those of a tiny floating-point number, and one product makes it as large.
+Other numbers are looked up in a table.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.look_up import is_looked_up, look_up, look_up_pairs
+
 TO_X = tl.constexpr(2.0**63)  # twice this exponent makes an e2m1 of its bits in a float32
 PRODUCT_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+CONVERT_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
+CONVERT_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
 DIFFERENCE_BF16 = tl.constexpr("{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }")
 
 
@@ -25,13 +30,14 @@ def unpack_tile(
     NATIVE: tl.constexpr,
     IS_RAISED: tl.constexpr = False,
 ):
-    """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact.
+    """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact or nearest.
 
     words: whole blocks of groups.pack
     zeros: what integers have too much, int32, of the first halves of the blocks and of their second ones; both
-        broadcast with `words`; None: half of what their bits count to
+        broadcast with `words`; None: half of what their bits count to. Or minima, float32, see groups.GroupWeight
     scales: None, or factors of the numbers, of DTYPE, for both halves as well; the products are rounded to DTYPE. If
-        NATIVE, they are int32, which have each twice
+        NATIVE, they are int32, which have each twice. Or they are float32, as with minima they must be: then a number,
+        scaled and less its minimum, is rounded once
     NATIVE: by instructions of a GPU for float16 or bfloat16; no layout is converted on the way to a tensor core
     IS_RAISED: an e2m1 counts 2^-126 of what it is, as the scales are larger
     """
@@ -120,7 +126,8 @@ def _load_pair(x_ptr, pair, mask, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
 def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
     """Return the number at a place of each word, float32: the first of its pair PLACE // 2, or the second.
 
-    An e2m1 is returned times 2^-126. zeros: float32, otherwise as for unpack_tile; NATIVE: as for dot_words
+    An e2m1 is returned times 2^-126. Of other tables, NATIVE has float16's nearest number. zeros: float32, otherwise
+    as for unpack_tile; NATIVE: as for dot_words
     """
     BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
     BIT: tl.constexpr = PLACE % 2 * 16 + PLACE // 2 * BITS
@@ -128,6 +135,12 @@ def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: 
         magnitude = (words << 22 - BIT if BIT < 22 else words >> BIT - 22) & 0x01C00000
         sign = (words << 28 - BIT) & -0x80000000
         return (magnitude | sign).to(tl.float32, bitcast=True)
+    elif is_looked_up(NUMBERS):
+        if NATIVE:
+            pair = look_up_pairs(words, NUMBERS, False)[PLACE // 2] >> PLACE % 2 * 16
+            return pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return look_up(words >> BIT & 15, NUMBERS)
     else:
         IS_HIGH: tl.constexpr = BIT + BITS > 23  # too high for the 23 bits below an exponent
         SHIFTED: tl.constexpr = BIT - 16 if IS_HIGH else BIT
@@ -179,10 +192,30 @@ def _plain(
     DTYPE: tl.constexpr,
     IS_RAISED: tl.constexpr,
 ):
-    number = number_at(words, zeros if zeros is None else zeros[HALF].to(tl.float32), PLACE, NUMBERS, False)
-    if NUMBERS == "e2m1" and not IS_RAISED:
-        number = number * TO_X * TO_X
-    return number.to(DTYPE) if scales is None else (number * scales[HALF].to(tl.float32)).to(DTYPE)
+    return _scaled_at(words, zeros, scales, PLACE, HALF, NUMBERS, False, IS_RAISED).to(DTYPE)
+
+
+@triton.jit
+def _scaled_at(
+    words,
+    zeros,
+    scales,
+    PLACE: tl.constexpr,
+    HALF: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IS_RAISED: tl.constexpr,
+):
+    """Return the number at a place of each word, float32, scaled and less its minimum if there are any."""
+    zero = zeros if zeros is None else zeros[HALF]
+    if zero is not None and zero.dtype.is_floating():
+        ORIGIN: tl.constexpr = 112 if NUMBERS == "int8" else 0  # the bits of a code of 0: see groups.MIDDLES
+        return number_at(words, ORIGIN, PLACE, NUMBERS, NATIVE) * scales[HALF].to(tl.float32) - zero
+    else:
+        number = number_at(words, zero, PLACE, NUMBERS, NATIVE)
+        if NUMBERS == "e2m1" and not IS_RAISED:
+            number = number * TO_X * TO_X
+        return number if scales is None else number * scales[HALF].to(tl.float32)
 
 
 @triton.jit
@@ -204,6 +237,7 @@ def _pair(
 ):
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
     HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)
+    IS_WIDE: tl.constexpr = NUMBERS != "e2m1" and scales is not None and scales[HALF].dtype == tl.float32
     if NUMBERS == "e2m1":
         # The lowest bit of a magnitude goes to the highest one below the exponent, and the sign to the highest of all.
         LEFT: tl.constexpr = (6 if IS_BF16 else 9) - 4 * PAIR
@@ -211,20 +245,27 @@ def _pair(
         pair = magnitudes | (words << 12 - 4 * PAIR) & -0x7FFF8000
         if not IS_RAISED:
             pair = _multiply(pair, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
-    elif NUMBERS == "int8" and IS_BF16:  # has no room for eight bits below an exponent
-        zero = zeros if zeros is None else zeros[HALF]
-        first = number_at(words, zero, 2 * PAIR, NUMBERS, True)
-        second = number_at(words, zero, 2 * PAIR + 1, NUMBERS, True)
+    elif IS_WIDE or (NUMBERS == "int8" and IS_BF16):  # the latter has no room for eight bits below an exponent
+        factors = scales if IS_WIDE else None
+        first = _scaled_at(words, zeros, factors, 2 * PAIR, HALF, NUMBERS, True, False)
+        second = _scaled_at(words, zeros, factors, 2 * PAIR + 1, HALF, NUMBERS, True, False)
         pair = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [second, first], dtype=tl.int32, is_pure=True, pack=1
+            CONVERT_BF16 if IS_BF16 else CONVERT_FP16,
+            "=r,f,f",
+            [second, first],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
+    elif is_looked_up(NUMBERS):
+        pair = look_up_pairs(words, NUMBERS, IS_BF16)[PAIR]
     else:
         BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
         POWER: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400  # 2^7 or 2^10, whose last bit is a one
         sums = _take(words >> PAIR * BITS, ((1 << BITS) - 1) * 0x00010001, POWER, True)
         excess = POWER + (1 << BITS - 1 if zeros is None else zeros[HALF]) * 0x00010001
         pair = _subtract(sums, excess, IS_BF16)
-    return pair if scales is None else _multiply(pair, scales[HALF], IS_BF16)
+    return pair if scales is None or IS_WIDE else _multiply(pair, scales[HALF], IS_BF16)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
+from nanoinfer.weights.formats.matrix import LookedUp
 from nanoinfer.weights.shards import Section, Shard
 
 
@@ -45,6 +47,15 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def fix_parts(self) -> None:
         """Let the CPU compute logits by parts, whose shapes do not depend on the number of ranks."""
+
+
+def _look_up(head: Head, token_ids: Tensor, tp: TensorParallel, rows_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return this rank's part of embeddings, zeros for other ranks' ids. rows_of: looks up rows of this rank"""
+    if tp.size == 1:
+        return rows_of(token_ids)
+    local = token_ids - head.first_id
+    ours = (local >= 0) & (local < head.num_ids)
+    return rows_of(local.where(ours, 0)) * ours.unsqueeze(1)
 
 
 class VocabParallelEmbedding(Head):
@@ -87,12 +98,7 @@ class VocabParallelEmbedding(Head):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [tokens] int32 ids; returns this rank's part, [tokens, hidden_size], zeros for other ranks' ids."""
-        if self.tp.size == 1:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.first_id
-        ours = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(local.where(ours, 0), self.weight)
-        return rows * ours.unsqueeze(1)
+        return _look_up(self, token_ids, self.tp, lambda rows: F.embedding(rows, self.weight))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Use the matrix as output projection. The product and the result have the matrix's dtype."""
@@ -137,3 +143,33 @@ class QuantizedHead(Head):
         """Project in hidden's dtype."""
         logits = self.matrix.product(hidden)
         return logits if out is None else out.copy_(logits)
+
+
+class QuantizedEmbedding(QuantizedHead):
+    """An embedding whose matrix has a format of its own. It may be the output projection, too."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TensorParallel,
+        formats: Formats,
+        other_name: str | None = None,
+    ) -> None:
+        """name, other_name: as for VocabParallelEmbedding"""
+        super().__init__(name, vocab_size, hidden_size, tp, formats)
+        self.tp, self.name, self.other_name = tp, name, other_name
+        self.matrix.takes_adapters = False
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up ids, as VocabParallelEmbedding does."""
+        assert isinstance(self.matrix, LookedUp)
+        return _look_up(self, token_ids, self.tp, self.matrix.look_up)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shard of a plain matrix under the other name, which is rounded as under the first."""
+        first = f"{self.name}.weight"
+        for shard in self.matrix.shards() if self.other_name is not None else ():
+            if shard.name == first:
+                yield replace(shard, name=f"{self.other_name}.weight", replaces=(*shard.replaces, first))

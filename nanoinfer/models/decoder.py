@@ -85,10 +85,10 @@ class Decoder(CausalLM):
         if model.labels is not None:
             return LabelHead(model.hidden_size, model.labels)
         if model.head_format != PLAIN:
-            return QuantizedHead(HEAD, *sizes, model.formats, model.head_bias)
+            return self.embedding if model.tied else QuantizedHead(HEAD, *sizes, model.formats, model.head_bias)
         if not model.tied:
             return VocabParallelEmbedding(HEAD, *sizes, dtype=dtype, bias=model.head_bias)
-        if dtype != self.embedding.weight.dtype:
+        if dtype != torch.get_default_dtype():
             return VocabParallelEmbedding(EMBEDDING, *sizes, HEAD, dtype, model.head_bias)
         return self.embedding
 

@@ -445,8 +445,13 @@ class Description:
 
     @property
     def head_format(self) -> Format:
-        """The format of the output projection; the embedding that it may be has none."""
-        return PLAIN if self.tied else self.formats.of(HEAD)
+        """The format of the output projection, which may be the embedding."""
+        return self.embedding_format if self.tied else self.formats.of(HEAD)
+
+    @property
+    def embedding_format(self) -> Format:
+        """The format of the embedding; beside a bias of the output projection it has none."""
+        return PLAIN if self.tied and self.head_bias else self.formats.of_embedding(EMBEDDING)
 
     def check_head(self, dtype: str) -> None:
         """Raise ValueError if the output projection cannot be computed in this dtype, the option lm_head_dtype."""

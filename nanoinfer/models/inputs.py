@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.context import Context, MediaContext
 from nanoinfer.kernels.norm.norm import normalize
-from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.embedding import QuantizedEmbedding, VocabParallelEmbedding
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.positions import PositionEmbedding
@@ -16,6 +16,7 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.matrix import LinearMap
+from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section
 
 
@@ -30,10 +31,9 @@ class DecoderInputs(nn.Module):
         super().__init__()
         self.tp = tp
         shape = model.embedded_ids or model.vocab_size, model.embedding_size or model.hidden_size
-        other_name, bias = HEAD if model.tied else None, model.tied and model.head_bias
-        self.embedding = VocabParallelEmbedding(EMBEDDING, *shape, tp, other_name, bias=bias)
+        self.embedding = _make_embedding(model, *shape, tp)
         # transformers rounds the scale to the embeddings' dtype
-        self.scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
+        self.scale = torch.tensor(model.embedding_scale, dtype=torch.get_default_dtype()).item()
         self.projection, self.projects_last = _make_projection(model), model.projects_last
         width = shape[1] if model.projects_last else model.hidden_size
         self.positions = None if model.positions is None else PositionEmbedding(model.positions, width, tp)
@@ -73,6 +73,15 @@ class DecoderInputs(nn.Module):
     def _put_media(self, x: Tensor, media: MediaContext) -> None:
         """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
         x[media.places] = media.embeddings if self.tp.rank == 0 else 0
+
+
+def _make_embedding(
+    model: Description, count: int, size: int, tp: TensorParallel
+) -> VocabParallelEmbedding | QuantizedEmbedding:
+    other_name = HEAD if model.tied else None
+    if model.embedding_format != PLAIN:
+        return QuantizedEmbedding(EMBEDDING, count, size, tp, model.formats, other_name)
+    return VocabParallelEmbedding(EMBEDDING, count, size, tp, other_name, bias=model.tied and model.head_bias)
 
 
 def _make_projection(model: Description) -> LinearMap | None:

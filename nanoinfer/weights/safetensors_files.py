@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from nanoinfer.gguf.header import GGUF
+from nanoinfer.weights.bitsandbytes.files import Stored, is_of_matrix, joined
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -21,12 +23,25 @@ class SafetensorsFiles:
         """what: begins the messages of errors"""
         self._files = _choose_files(Path(folder), what)
 
-    def tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name, a slice object that reads it lazily, and its file."""
+    def tensors(self) -> Iterator[Stored]:
+        """Yield each tensor's name, a slice object that reads it lazily, and its file; or a BnbMatrix: see `joined`."""
+        return joined(self._stored()) if self.have_matrices else self._stored()
+
+    @cached_property
+    def have_matrices(self) -> bool:
+        """Whether some matrices are bitsandbytes'."""
+        return any(is_of_matrix(name) for file in self._files for name in _names(file))
+
+    def _stored(self) -> Iterator[Stored]:
         for file in self._files:
             with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     yield name, reader.get_slice(name), file
+
+
+def _names(file: Path) -> list[str]:
+    with _open(file) as reader:
+        return list(reader.keys())
 
 
 def _choose_files(folder: Path, what: str) -> list[Path]:

@@ -17,6 +17,8 @@ from nanoinfer.checks import short
 from nanoinfer.gguf.files import GgufFiles
 from nanoinfer.gguf.header import is_gguf
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
+from nanoinfer.weights.bitsandbytes.files import log_numbers, split
+from nanoinfer.weights.bitsandbytes.matrix import CODES, BnbMatrix
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
@@ -92,6 +94,10 @@ class FileSource:
             copied = self.copy(table, advance)
         if isinstance(self._files, GgufFiles):
             self._files.log_numbers(_shapes(table), self.names.stored_name, torch.get_default_dtype())
+        else:
+            log_numbers(
+                self.what, (tensor for _, tensor, _ in self._tensors(_shapes(table))), torch.get_default_dtype()
+            )
         name = find_not_finite(table, copied)
         if name is not None:
             raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")
@@ -152,7 +158,10 @@ class FileSource:
             return
         for name, tensor, file in self._files.tensors():
             known = self.names.known_name(name)
-            if known is not None:
+            if known is not None and isinstance(tensor, BnbMatrix):  # upright, also where others are turned
+                parts = tensor.parts(known, in_bits=f"{known}{CODES}" in wanted)
+                yield from ((own, part, file) for own, part in parts.items())
+            elif known is not None:
                 yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
 
 
@@ -255,17 +264,21 @@ class TensorSource:
         self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name in the table and the tensor as they come.
+        """Yield the name in the table and the tensor as they come; if they all are there, bitsandbytes' as its parts.
 
         Raises ValueError for what is no tensor, and in the end for a part in which there was none.
         """
+        yield from split(self._known_pairs(), self.what) if self.holds_tensors else self._known_pairs()
+
+    def _known_pairs(self) -> Iterator[tuple[str, Tensor]]:
         are_there = False
         for pair in self._pairs:
             are_there = True
             name, tensor = _name_and_tensor(pair, self.what)
             known = self._names.known_name(name)
             if known is not None:
-                yield known, tensor.mT if self._names.is_turned(known) and tensor.dim() == 2 else tensor
+                is_turned = self._names.is_turned(known) and tensor.dim() == 2 and tensor.is_floating_point()
+                yield known, tensor.mT if is_turned else tensor  # integers are bitsandbytes', which are upright
             del pair, tensor  # so that they can go before the next ones come
         if self.is_partial and not (are_there or self._may_be_empty):
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")

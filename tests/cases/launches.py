@@ -112,7 +112,7 @@ class Grouping:
     numbers: Numbers
     group: int
     scales: torch.dtype | None = None  # None: the tokens'
-    zeros: bool = False
+    zeros: torch.dtype | None = None  # of a floating type: minima
     factors: bool = False
 
     def parts(self, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -122,7 +122,7 @@ class Grouping:
         return (
             empty(*rows, words_of(inputs, BITS[self.numbers]), dtype=torch.int32),
             empty(*rows, groups, dtype=self.scales or dtype),
-            empty(*rows, groups, dtype=torch.uint8) if self.zeros else None,
+            empty(*rows, groups, dtype=self.zeros) if self.zeros else None,
             empty(*rows) if self.factors else None,
         )
 
@@ -135,12 +135,17 @@ class Grouping:
 
 GROUPINGS = {
     "int4 g128": Grouping("int4", 128),
-    "int4 g64 zeros": Grouping("int4", 64, FP16, zeros=True),
+    "int4 g64 zeros": Grouping("int4", 64, FP16, zeros=torch.uint8),
     "int4 g32": Grouping("int4", 32),
     "int4 rows": Grouping("int4", 0),
     "int8 rows": Grouping("int8", 0),
     "nvfp4": Grouping("e2m1", 16, FP8, factors=True),
     "mxfp4": Grouping("e2m1", 32, torch.uint8),
+    "nf4": Grouping("nf4", 64, FP32),
+    "fp4": Grouping("fp4", 64, FP32),
+    "q4_k": Grouping("int4", 32, FP32, zeros=FP32),
+    "q5_1": Grouping("int8", 32, FP16, zeros=FP16),
+    "q6_k": Grouping("int8", 16, FP32),
 }
 
 
@@ -495,6 +500,7 @@ def of_groups() -> Iterator[Launch]:
         *product(GROUPINGS, PRODUCTS),
         *product(WIDE, (("gates and ups", 1, BF16), ("qkv", 1, FP32))),
         ("int8 rows", ("qkv", 8, FP32)),
+        ("nf4", ("qkv", 1, FP32)),
         ("mxfp4", ("down", 300, FP16)),
         ("mxfp4", ("down", 32, BF16)),  # in pieces
     ]
@@ -508,6 +514,7 @@ def of_groups() -> Iterator[Launch]:
     for kind, tokens in product(WIDE, (1, 300)):
         yield Launch(f"{kind} of {tokens}, in order", partial(multiply_in_order, GROUPINGS[kind].linear, tokens, BF16))
     yield Launch("nvfp4 as bfloat16", partial(widen, GROUPINGS["nvfp4"], BF16))
+    yield Launch("nf4 as bfloat16", partial(widen, GROUPINGS["nf4"], BF16))
 
 
 def skip(tokens: int, dtype: torch.dtype) -> None:
@@ -542,8 +549,8 @@ def of_experts() -> Iterator[Launch]:
 
 def of_group_experts() -> Iterator[Launch]:
     of_kinds = [
-        *product((*WIDE, "int8 rows", "mxfp4"), ((1, BF16), (4000, BF16))),
-        *product(("int4 g64 zeros", "mxfp4"), ((200, BF16),)),
+        *product((*WIDE, "int8 rows", "mxfp4", "q4_k", "q6_k", "nf4"), ((1, BF16), (4000, BF16))),
+        *product(("int4 g64 zeros", "mxfp4", "nf4"), ((200, BF16),)),
         ("nvfp4", (4000, FP32)),
     ]
     for kind, (tokens, dtype) in of_kinds:

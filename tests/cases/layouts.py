@@ -6,6 +6,7 @@ matrix that they stand for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,6 +161,57 @@ def mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, (E2M1[codes] * scales.unsqueeze(-1)).flatten(1)
 
 
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
+
+
+def in_blocks(values: Tensor, block: int) -> Tensor:
+    """Return numbers of a flat tensor by block, [blocks, block], with zeros behind the last."""
+    return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % block)).view(-1, block)
+
+
+def bitsandbytes(kind: str, twice: bool = False) -> Writer:
+    """bitsandbytes' tensors of "nf4" or "fp4"; twice: the scales have codes, too"""
+    table = {"nf4": NF4, "fp4": FP4}[kind]
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        blocks = in_blocks(weight, 64)
+        scales = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+        tensors = {"weight.absmax": scales, "weight.quant_map": table.clone()}
+        if twice:
+            offset, map_of_scales = scales.mean(), torch.linspace(-1, 1, 256)
+            wide = in_blocks(scales - offset, 256)
+            largest = wide.abs().amax(1)
+            codes = (wide / largest[:, None]).unsqueeze(-1).sub(map_of_scales).abs().argmin(-1)
+            scales = (map_of_scales[codes] * largest[:, None] + offset).flatten()[: len(scales)]
+            tensors["weight.absmax"] = codes.flatten()[: len(scales)].to(torch.uint8)
+            tensors |= {"weight.nested_absmax": largest, "weight.nested_quant_map": map_of_scales}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+        codes = (blocks / scales[:, None]).unsqueeze(-1).sub(table).abs().argmin(-1)
+        dense = (table[codes] * scales[:, None]).flatten()[: weight.numel()].view(weight.shape)
+        pairs = codes.flatten()[: weight.numel()].unflatten(0, (-1, 2))  # the first is in the higher bits
+        tensors["weight"] = (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8).unsqueeze(1)
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode())).byte()
+        return tensors, dense
+
+    return write
+
+
+def llm_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """bitsandbytes' tensors of eight bits."""
+    largest = weight.abs().amax(1)
+    numbers = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    tensors = {"weight": numbers, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, numbers * (largest / 127)[:, None]
+
+
 @dataclass(frozen=True)
 class Published:
     """A format as checkpoints have it: the quantization_config of their config.json, and what writes a matrix."""
@@ -200,6 +252,13 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_t
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+
+BITSANDBYTES = {  # as transformers writes it
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+    "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None, "llm_int8_threshold": 6.0,
+}  # fmt: skip
 
 MIXED_GROUPS = {
     "quant_method": "compressed-tensors",
@@ -269,6 +328,10 @@ PUBLISHED = {
     "nvfp4": Published(compressed("nvfp4-pack-quantized", **NVFP4), nvfp4(modelopt=False)),
     "modelopt": Published(MODELOPT, nvfp4(modelopt=True)),
     "mxfp4": Published(compressed("mxfp4-pack-quantized", **MXFP4), mxfp4),
+    "nf4": Published(BITSANDBYTES, bitsandbytes("nf4")),
+    "nf4 twice": Published(BITSANDBYTES, bitsandbytes("nf4", twice=True)),
+    "fp4": Published({**BITSANDBYTES, "bnb_4bit_quant_type": "fp4"}, bitsandbytes("fp4")),
+    "llm.int8": Published({**BITSANDBYTES, "load_in_4bit": False, "load_in_8bit": True}, llm_int8),
 }
 MIXED = {
     "groups": Published(

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.operand import group_linear
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, LARGEST, Fp8Tokens, Fp8Weight, quantize
-from nanoinfer.kernels.groups import BITS, E2M1, SPREADS, GroupWeight, pack, unpack
+from nanoinfer.kernels.groups import BITS, MIDDLES, SPREADS, TABLES, GroupWeight, pack, unpack
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight
@@ -23,8 +23,13 @@ Form = Grouping | Block | None  # a group of 0 is a whole row; None: a plain wei
 BLOCKS: list[Block] = [(128, 128), (64, 256), (1, 0)]
 MXFP4 = Grouping("e2m1", 32, torch.uint8, has_zeros=False, has_factors=False)
 NVFP4 = Grouping("e2m1", 16, FP8, has_zeros=False, has_factors=True)
+NF4 = Grouping("nf4", 64, torch.float32, has_zeros=False, has_factors=False)
+FP4 = NF4._replace(numbers="fp4")
 INT4 = Grouping("int4", 32, torch.bfloat16, has_zeros=False, has_factors=False)
 INT8 = Grouping("int8", 64, torch.float32, has_zeros=True, has_factors=True)
+Q4_K = INT4._replace(scales=torch.float32, has_zeros=True, has_minima=True)
+Q5_1 = Q4_K._replace(numbers="int8", scales=torch.float16)
+Q6_K = Grouping("int8", 16, torch.float32, has_zeros=False, has_factors=False)
 GROUPINGS = [
     INT4._replace(size=128),
     INT4._replace(size=64, has_zeros=True, has_factors=True),
@@ -36,17 +41,23 @@ GROUPINGS = [
     INT4._replace(size=0, scales=torch.float32, has_zeros=True),
     INT8._replace(size=128, scales=torch.bfloat16, has_zeros=False, has_factors=False),
     MXFP4._replace(size=64, scales=torch.bfloat16),
+    NF4,
+    FP4,
+    Q4_K,
+    Q5_1,
+    Q6_K,
 ]
 SMALL_GROUPS = [
     INT4._replace(size=16, scales=torch.float16, has_zeros=True),
     INT4._replace(size=8, scales=torch.float16),
 ]
-FOR_EXPERTS = [MXFP4, NVFP4, INT4, INT8]
+FOR_EXPERTS = [MXFP4, NVFP4, INT4, INT8, Q4_K, Q6_K, NF4]
 SELDOM_FOR_EXPERTS = [
     INT4._replace(size=16, has_zeros=True),
     INT4._replace(size=128, scales=torch.float16, has_zeros=True, has_factors=True),
     INT8._replace(size=16),
     INT8._replace(size=128, has_zeros=False),
+    Q5_1,
     MXFP4._replace(size=64, scales=torch.bfloat16),
 ]
 
@@ -77,13 +88,17 @@ def draw(form: Form, *shape: int, dtype: torch.dtype = DTYPE) -> AnyNumbers:
 def draw_groups(form: Grouping, outer: list[int], inputs: int) -> GroupWeight:
     most, size = 1 << BITS[form.numbers], SPREADS[form.numbers] * inputs**0.5
     numbers = torch.randint(most, (*outer, inputs), device=DEVICE)
+    if form.has_minima and form.numbers == "int8":  # codes of five bits
+        numbers = numbers % 32 + 128 - 16
     scales = torch.rand(*outer, inputs // (form.size or inputs), device=DEVICE) + 0.5
-    zeros = torch.randint_like(scales, most).to(torch.uint8) if form.has_zeros else None
     factors = (torch.rand(outer, device=DEVICE) + 0.5) / size if form.has_factors else None
     if form.scales == torch.uint8:
         scales = torch.randint_like(scales, -3, 3) + 127 - round(torch.tensor(size).log2().item())
     elif not form.has_factors:
         scales /= size
+    zeros = torch.randint_like(scales, most).to(torch.uint8) if form.has_zeros else None
+    if form.has_minima:
+        zeros = (torch.rand_like(scales) * scales * 15).to(form.scales)
     made = GroupLinearWeight if len(outer) == 1 else GroupWeight
     return made(pack(numbers, BITS[form.numbers]), scales.to(form.scales), zeros, factors, form.numbers, inputs)
 
@@ -97,14 +112,18 @@ def matrix_of(weight: AnyNumbers) -> Tensor:
         height, width = weight.block
         return weight.numbers.double() * scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
     drawn = unpack(weight.words, BITS[weight.numbers], weight.in_features)
-    if weight.numbers == "e2m1":
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=drawn.device, dtype=torch.float64)[drawn]
+    if weight.numbers in TABLES:
+        values = torch.tensor(TABLES[weight.numbers], device=drawn.device, dtype=torch.float64)[drawn]
     else:
         half = torch.full_like(scales, 1 << BITS[weight.numbers] - 1)
-        values = drawn - (half if weight.zeros is None else weight.zeros.double()).repeat_interleave(weight.group, -1)
+        if weight.has_minima:
+            half -= MIDDLES[weight.numbers]
+        counted = weight.zeros is not None and not weight.has_minima
+        values = drawn - (weight.zeros.double() if counted else half).repeat_interleave(weight.group, -1)
+    minima = weight.zeros.double().repeat_interleave(weight.group, -1) if weight.has_minima else 0.0
     widened = 2.0 ** (scales - 127) if weight.scales.dtype == torch.uint8 else scales
     factors = 1.0 if weight.factors is None else weight.factors.double().unsqueeze(-1)
-    return values * widened.repeat_interleave(weight.group, -1) * factors
+    return values * widened.repeat_interleave(weight.group, -1) * factors - minima
 
 
 def matrices_of(weights: AnyNumbers) -> Tensor:

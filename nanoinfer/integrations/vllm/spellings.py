@@ -103,8 +103,9 @@ SAME_VALUES: dict[str, Mapping[Any, Any]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
     "max_model_len": {"auto": None, -1: None},
+    "quantization": {"bitsandbytes": "nf4"},  # which vLLM rounds to as it loads
     "load_format": dict.fromkeys(
-        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
+        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer", "bitsandbytes"), "safetensors"
     ),  # ways to read the same files
 }
 """Options of LLM that vLLM has too -> its names for values -> ours."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.linear.groups.scales import scale_dots
+from nanoinfer.kernels.look_up import is_looked_up, look_up_pairs
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
 # A small integer's bits below the exponent of 1024 are the sum of both. An e2m1's bits are those of a float16 that is
@@ -72,6 +74,17 @@ E2M1 = tl.constexpr(
         fma.rn.f16x2 $0, b, $4, low_sum;
         mul.rn.f16x2 high_sum, c, $5;
         fma.rn.f16x2 $1, d, $6, high_sum;
+    }
+    """
+)
+LOOKED_UP = tl.constexpr(
+    """
+    {
+        .reg .b32 low_sum, high_sum;
+        mul.rn.f16x2 low_sum, $2, $6;
+        fma.rn.f16x2 $0, $3, $7, low_sum;
+        mul.rn.f16x2 high_sum, $4, $8;
+        fma.rn.f16x2 $1, $5, $9, high_sum;
     }
     """
 )
@@ -144,8 +157,8 @@ def multiply_words(
     else:
         of_units = tl.sum(tl.reshape(dots, [ROWS, FOURS, 4]), axis=2)
     if zeros is not None:
-        of_units -= (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums[None, :]
-    return tl.sum(of_units * scales, axis=1)
+        sums = sums[None, :]
+    return tl.sum(scale_dots(of_units, sums, scales, zeros, NUMBERS), axis=1)
 
 
 @triton.jit
@@ -175,6 +188,16 @@ def _multiply_halves(words, pairs, NUMBERS: tl.constexpr):
             INT8,
             constraints="=&r,=&r,r,r,r",
             args=[words, pairs[0][None, :], pairs[1][None, :]],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    elif is_looked_up(NUMBERS):
+        a, b, c, d = look_up_pairs(words, NUMBERS, False)
+        return tl.inline_asm_elementwise(
+            LOOKED_UP,
+            constraints="=&r,=&r,r,r,r,r,r,r,r,r",
+            args=[a, b, c, d, pairs[0][None, :], pairs[1][None, :], pairs[2][None, :], pairs[3][None, :]],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,

@@ -125,7 +125,7 @@ def _launch(
     assert of_row is None or lane is None
     assert x.is_contiguous()
     count = 1 if experts is None else experts.numel()
-    operand = row_operand(weight)
+    operand = row_operand(weight, x.dtype)
     weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
     gates, after = split_activation(activation)
@@ -185,12 +185,12 @@ def _launch(
     return out
 
 
-def row_operand(weight: OneRowWeight) -> RowOperand:
-    """Return the operand of a weight, or of experts' weights."""
+def row_operand(weight: OneRowWeight, dtype: torch.dtype) -> RowOperand:
+    """Return the operand of a weight, or of experts' weights. dtype: of the token's vector"""
     if isinstance(weight, RowOperand):
         return weight
     if isinstance(weight, GroupWeight):
-        return group_row(weight)
+        return group_row(weight, dtype)
     return fp8_row(weight) if isinstance(weight, Fp8Weight) else plain_row(weight)
 
 

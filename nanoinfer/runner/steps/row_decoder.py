@@ -11,6 +11,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels.decoder.row import DecoderRow
 from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, is_faster
+from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.decoder import Decoder
@@ -54,6 +55,8 @@ class RowDecoder:
 def row_model_of(model: CausalLM, description: Description, cached: CachedLayers) -> RowModel | None:
     """Return a model's parts as kernels.decoder takes them; None if it has parts that the kernel does not compute."""
     if not isinstance(model, Decoder) or model.tp.size > 1 or not is_plain(description):
+        return None
+    if not isinstance(model.embedding, VocabParallelEmbedding):
         return None
     layers = list(_layers_of(model, cached))
     embeddings, last_norm = model.embedding.weight, model.joint.pre

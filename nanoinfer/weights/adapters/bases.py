@@ -97,7 +97,7 @@ class Bases:
                 continue
             if isinstance(module, Experts):
                 self.of_experts[module] = _of_experts(module)
-            elif isinstance(module, Matrix) and (head is None or module.sections[0].name != head.name):
+            elif isinstance(module, Matrix) and module.takes_adapters and not _is(module, head):
                 self.of_matrices[module] = Base(tuple(module.sections), module.in_features)
 
     def __iter__(self) -> Iterator[Base]:
@@ -108,6 +108,10 @@ class Bases:
             yield from downs
         if self.head is not None:
             yield self.head
+
+
+def _is(matrix: Matrix, head: Section | None) -> bool:
+    return head is not None and matrix.sections[0].name == head.name
 
 
 def _of_experts(experts: Experts) -> tuple[list[Base], list[Base]]:

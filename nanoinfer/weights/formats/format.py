@@ -42,6 +42,10 @@ class Format(ABC):
         biases: the products have biases; only where takes_expert_biases
         """
 
+    def with_downs(self, other: Format) -> Format | None:
+        """Return the format of experts whose downs have another one; None: no kernels multiply these."""
+        return self if self == other else None
+
     @property
     def takes_expert_biases(self) -> bool:
         """Whether experts may have biases."""

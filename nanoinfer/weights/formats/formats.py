@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.joined import JoinedMatrix
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.rotated.format import Rotation, rotated
@@ -23,13 +25,13 @@ KEPT = "lm_head", r"re:.*\b(in_proj_(a|b|ba)|linear_attn\.[ab]_proj)$"
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the matrices, but for embeddings and routers, which have the model's dtype.
+    """The formats of the matrices, but for routers, which have the model's dtype, as have most embeddings.
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
     rotations: of the inputs and outputs of matrices, whatever their format
     spelling: patterns hold for names in the table, and for those that checkpoints of this spelling have instead
-    mixes: matrices that are multiplied as one may have several formats: then all of them are PLAIN
+    mixes: matrices that are multiplied as one may have several formats, and embeddings have theirs
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
@@ -42,6 +44,10 @@ class Formats:
         numbers = [number for name in {module, self.spelling.stored_name(module)} for number in self._numbers(name)]
         format = self.rules[min(numbers)][1] if numbers else PLAIN
         return rotated(format, self.rotations, module) if self.rotations else format
+
+    def of_embedding(self, module: str) -> Format:
+        """Return the format of an embedding."""
+        return self.of(module) if self.mixes else PLAIN
 
     def _numbers(self, name: str) -> Iterator[int]:
         """Yield the numbers of the rules that hold for a module of this name."""
@@ -90,22 +96,32 @@ class Formats:
         return tuple(dict.fromkeys(format for _, format in self.rules if format != PLAIN))
 
     def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Matrix:
-        """Make the matrix of these sections; raises ValueError, naming two of them, if their formats differ."""
+        """Make the matrix of these sections; raises ValueError, naming two of them, if formats differ that may not."""
+        runs = [(format, list(run)) for format, run in groupby(sections, key=lambda section: self.of(section.name))]
+        if self.mixes and len(runs) > 1:
+            return JoinedMatrix([format.make_matrix(run, in_features, False) for format, run in runs], bias)
         format = self._of_all([section.name for section in sections])
         return format.make_matrix(sections, in_features, bias)
 
     def make_experts(
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> Experts:
-        """Make a layer's experts, of which all matrices have one format; arguments: as for Format.make_experts"""
-        format = self._of_all([tensors.module(projection, 0) for projection in (*tensors.above, tensors.down)])
-        return format.make_experts(tensors, sizes, output_share, biases)
+        """Make a layer's experts; arguments: as for Format.make_experts.
+
+        All their matrices have one format. Where formats mix, downs may have another; if gates and ups do not have the
+        same one, or no kernels multiply both, all are PLAIN.
+        """
+        *above, down = [tensors.module(projection, 0) for projection in (*tensors.above, tensors.down)]
+        if self.mixes:
+            formats = {self.of(module) for module in above}
+            format = formats.pop().with_downs(self.of(down)) if len(formats) == 1 else None
+        else:
+            format = self._of_all([*above, down])
+        return (format or PLAIN).make_experts(tensors, sizes, output_share, biases)
 
     def _of_all(self, modules: list[str]) -> Format:
         """Return the format of modules that are multiplied as one; raises ValueError as make_matrix does."""
         first, *others = modules
-        if self.mixes and any(self.of(other) != self.of(first) for other in others):
-            return PLAIN
         for other in others:
             self._check_alike(first, other)
         return self.of(first)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from nanoinfer.gguf.blocks import CODES, GROUP, SCALES
+from nanoinfer.gguf.blocks import CODES, KINDS, MINIMA, SCALES
+from nanoinfer.kernels.groups import Numbers
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.format import GroupFormat
@@ -15,13 +16,19 @@ from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.layouts import PAIRS
 
 IN_BYTES, IN_PAIRS = Field(CODES, "numbers", added=128), Field(CODES, "numbers", along_inputs=PAIRS)
-BY = Field(SCALES, "scales")
-FORMATS = {
-    "Q8_0": GroupFormat("Q8_0", Layout("int8", (IN_BYTES, BY), GROUP, torch.float16)),
-    "Q5_0": GroupFormat("Q5_0", Layout("int8", (IN_BYTES, BY), GROUP, torch.float16)),
-    "Q4_0": GroupFormat("Q4_0", Layout("int4", (IN_PAIRS, BY), GROUP, torch.float16)),
-    "MXFP4": GroupFormat("MXFP4", Layout("e2m1", (IN_PAIRS, BY), GROUP, torch.uint8)),
-}
+OTHERS = {SCALES: Field(SCALES, "scales"), MINIMA: Field(MINIMA, "minima")}
+DTYPES = {"F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}  # of scales
+
+
+def _format_of(name: str) -> GroupFormat:
+    """Return the format of a type."""
+    kind = KINDS[name]
+    numbers: Numbers = "int8" if kind.per_byte == 1 else "e2m1" if name == "MXFP4" else "int4"
+    fields = (IN_BYTES if kind.per_byte == 1 else IN_PAIRS, *(OTHERS[part] for part in kind.parts if part != CODES))
+    return GroupFormat(name, Layout(numbers, fields, kind.group, DTYPES[kind.parts[SCALES].dtype]))
+
+
+FORMATS = {name: _format_of(name) for name in KINDS}
 
 
 def read_gguf(config: Mapping[str, Any]) -> Formats:

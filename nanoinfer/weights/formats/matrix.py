@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -62,6 +63,15 @@ class Product(ABC):
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
 
 
+@runtime_checkable
+class LookedUp(Protocol):
+    """A matrix that can be an embedding."""
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Return rows, [rows, in_features], in the model's dtype. rows: their numbers, of int32"""
+        ...
+
+
 class Derived(nn.Module, ABC):
     """What is made of matrices."""
 
@@ -81,6 +91,7 @@ class Matrix(LinearMap, Product):
 
     bias: Tensor | None
     takes_lanes: bool = False
+    takes_adapters: bool = True  # False: it is an embedding
 
     def __init__(self, sections: list[Section], in_features: int) -> None:
         super().__init__()

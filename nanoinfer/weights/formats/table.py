@@ -10,6 +10,8 @@ import torch
 
 from nanoinfer.checks import short
 from nanoinfer.hub import CONVERT
+from nanoinfer.weights.bitsandbytes.matrix import BLOCK
+from nanoinfer.weights.formats.bitsandbytes import read_bitsandbytes
 from nanoinfer.weights.formats.compressed_tensors import read_compressed
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import ALL, KEPT, PLAIN_FORMATS, Formats, all_in
@@ -50,12 +52,14 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "mxfp4": _read_gpt_oss,
+    "bitsandbytes": read_bitsandbytes,
     "gguf": read_gguf,  # of a file, which gguf.modules says
 }
 
 INT8 = GroupFormat("int8", Layout("int8"))
 INT4 = GroupFormat("int4", Layout("int4", group=GROUP, zeros=True))
 MXFP4 = GroupFormat("MXFP4", Layout("e2m1", group=MXFP4_GROUP, scales=torch.uint8))
+NF4 = GroupFormat("NF4", Layout("nf4", group=BLOCK, scales=torch.float32))
 # Attention, and what a recurrence has in its place, which bear less noise than MLPs.
 ATTENTION = r"re:.*\b(self|linear)_attn\."
 
@@ -71,6 +75,7 @@ ON_THE_FLY: dict[str, Formats] = {
     "int4": _in_four_bits(INT4),
     "int8": all_in(INT8),
     "mxfp4": _in_four_bits(MXFP4),
+    "nf4": all_in(NF4),
 }
 
 

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 
 def config_of(table: Table, rename: Callable[[str], str]) -> dict[str, Any]:
-    """Return the quantization_config.
+    """Return the quantization_config; raises ValueError for numbers that compressed-tensors lacks.
 
     table: of a model whose matrices are quantized as table.ON_THE_FLY has them
     rename: makes a checkpoint's name of one in the table
@@ -65,11 +65,15 @@ def _kind_of(store: GroupStore) -> Kind:
 
 def _compressed(kinds: Mapping[str, Kind], plain: list[str]) -> dict[str, Any]:
     """Return that of compressed-tensors. kinds: of each matrix; plain: the matrices that are not quantized"""
+    if others := {kind.numbers for kind in kinds.values()} - GROUPS.keys():
+        raise ValueError(
+            f"matrices in {', '.join(sorted(others))} cannot be written: compressed-tensors has {', '.join(GROUPS)}"
+        )
     of_kind = defaultdict(list)
     for name, kind in kinds.items():
         of_kind[kind].append(name)
-    *others, most = sorted(of_kind, key=lambda kind: len(of_kind[kind]))
-    targets = {**{kind: of_kind[kind] for kind in others}, most: ["Linear"]}  # the first that holds decides
+    *rest, most = sorted(of_kind, key=lambda kind: len(of_kind[kind]))
+    targets = {**{kind: of_kind[kind] for kind in rest}, most: ["Linear"]}  # the first that holds decides
     packings = {GROUPS[kind.numbers][0] for kind in targets}
     return {
         "quant_method": "compressed-tensors",

@@ -6,6 +6,9 @@ another way. So parts of the outputs are multiplied, whose shape is the same on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +35,15 @@ class WeightInParts(Weight):
         for rows, total in sections:
             part = -(-total // PARTS)
             self.sizes += [min(part, rows - first) for first in range(0, rows, part)]
-        self._parts = weight.split(self.sizes)
+        self._parts = list(weight.split(self.sizes))
+
+    @classmethod
+    def side_by_side(cls, weights: Sequence[WeightInParts]) -> WeightInParts:
+        """Return the weight that has the parts of several."""
+        joined = copy(weights[0])
+        joined.sizes = [size for weight in weights for size in weight.sizes]
+        joined._parts = [part for weight in weights for part in weight._parts]
+        return joined
 
     def product(
         self,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, dequantize_reference, scales_of
+from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, dequantize_reference, scale_groups
 
 NUMBERS_AT_ONCE = 1 << 20  # of the weight; fewer make more calls, and more fit no cache
 
@@ -38,10 +38,7 @@ def _look_up(weight: GroupWeight) -> Tensor:
     """Return the weight as float32, with the inputs in the order of the words' halves."""
     halves = weight.words.contiguous().view(torch.uint16).int()
     numbers = F.embedding(halves, _numbers_of_halves(weight.numbers)).view(len(halves), -1, weight.group)
-    if weight.zeros is not None:
-        numbers -= (weight.zeros.float() - (1 << BITS[weight.numbers] - 1)).unsqueeze(-1)
-    numbers *= scales_of(weight).unsqueeze(-1)
-    return numbers.flatten(1)
+    return scale_groups(numbers, weight).flatten(1)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
-from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.groups.scales import readable, scale_dots, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
 COPY = 32 << 20  # bytes
@@ -37,12 +37,15 @@ def dense_linear(x: Tensor, weight: GroupWeight, bias: Tensor | None = None) -> 
     return out
 
 
-def dequantize(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
+def dequantize(weight: GroupWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:
+    """Return the weight in a floating type, [out_features, in_features], each number rounded once.
+
+    chosen: the numbers of the rows to return, of int32; None: all
+    """
     step = _step_of(weight)
     if weight.words.is_cuda and step is not None:
-        return dequantize_triton(weight, dtype, step)
-    return dequantize_reference(weight, dtype)
+        return dequantize_triton(weight, dtype, step, chosen)
+    return dequantize_reference(weight if chosen is None else weight.select(chosen), dtype)
 
 
 def _step_of(weight: GroupWeight) -> int | None:
@@ -51,9 +54,9 @@ def _step_of(weight: GroupWeight) -> int | None:
     return next((step for step in STEPS if is_one or group % step == 0 or step % group == 0), None)
 
 
-def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Tensor:
+def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int, chosen: Tensor | None = None) -> Tensor:
     """dequantize as one launch. step: the inputs of a tile"""
-    rows, groups = weight.scales.shape
+    rows, groups = weight.scales.shape if chosen is None else (len(chosen), weight.scales.shape[1])
     out = torch.empty((rows, weight.in_features), dtype=dtype, device=weight.words.device)
     zeros = weight.zeros
     _dequantize_kernel[(cdiv(weight.in_features, step), cdiv(rows, ROWS))](
@@ -61,6 +64,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Ten
         readable(weight.scales),
         zeros,
         weight.factors,
+        chosen,
         out,
         rows,
         weight.in_features,
@@ -84,6 +88,7 @@ def _dequantize_kernel(
     scales_ptr,
     zeros_ptr,
     factors_ptr,
+    chosen_ptr,
     out_ptr,
     rows,
     in_features,
@@ -103,6 +108,10 @@ def _dequantize_kernel(
     GROUPS: tl.constexpr = max(STEP // GROUP, 1)
     place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.minimum(place, rows - 1).to(tl.int64)[:, None]
+    to = n
+    if chosen_ptr is not None:
+        wait_for_predecessor(EARLY)
+        n = tl.load(chosen_ptr + n).to(tl.int64)
     word = tl.program_id(0) * (STEP // PER_WORD) + tl.arange(0, STEP // PER_WORD)
     words = tl.load(words_ptr + n * row_words + word[None, :], mask=(word < row_words)[None, :], other=0)
     group = tl.minimum(tl.program_id(0) * STEP // GROUP + tl.arange(0, GROUPS), groups - 1)[None, :]
@@ -110,11 +119,12 @@ def _dequantize_kernel(
     if factors_ptr is not None:
         factors *= tl.load(factors_ptr + n)
     numbers = tl.reshape(unpack_tile(words, None, None, NUMBERS, tl.float32, False), [ROWS, GROUPS, STEP // GROUPS])
+    zeros, ones = None, None
     if zeros_ptr is not None:
-        zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group).to(tl.float32)
-        numbers -= (zeros - (128.0 if NUMBERS == "int8" else 8.0))[:, :, None]
-    out = tl.reshape(numbers * factors[:, :, None], [ROWS, STEP])
+        zeros, ones = tl.load(zeros_ptr + n * zeros_row + group * zeros_group)[:, :, None], 1.0
+    out = tl.reshape(scale_dots(numbers, ones, factors[:, :, None], zeros, NUMBERS), [ROWS, STEP])
     k = tl.program_id(0) * STEP + tl.arange(0, STEP)
     mask = (place < rows)[:, None] & (k < in_features)[None, :]
-    wait_for_predecessor(EARLY)  # which may still read the memory of this copy
-    tl.store(out_ptr + n * in_features + k[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if chosen_ptr is None:
+        wait_for_predecessor(EARLY)  # which may still read the memory of this copy
+    tl.store(out_ptr + to * in_features + k[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

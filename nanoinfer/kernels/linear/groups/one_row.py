@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.launch import cdiv, fetch, launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
-from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.groups.scales import readable, scale_dots
 from nanoinfer.kernels.linear.one_row import store_dots
 from nanoinfer.kernels.linear.plain import load_bias
 from nanoinfer.kernels.unpacking import dot_words, load_places
@@ -115,11 +115,13 @@ def _group_row_kernel(
         for part in tl.static_range(PARTS):
             group = (block * PARTS + part) * (4 * PER_WORD // PARTS) // GROUP
             dots = dot_words(words, xs, None, NUMBERS, part * PER_PART, (part + 1) * PER_PART, NATIVE)
-            sums = tl.sum(tl.reshape(dots, [BLOCK_N, WORDS // 4, 4]), axis=2)
+            dots = tl.sum(tl.reshape(dots, [BLOCK_N, WORDS // 4, 4]), axis=2)
+            zeros, sums = None, None
             if zeros_ptr is not None:
-                zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group).to(tl.float32)
-                sums -= (zeros - (128.0 if NUMBERS == "int8" else 8.0)) * _sum_places(xs, part * PER_PART, PER_PART)
-            acc += sums * widen(tl.load(scales_ptr + n * scales_row + group * scales_group))
+                zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group)
+                sums = _sum_places(xs, part * PER_PART, PER_PART)
+            scales = tl.load(scales_ptr + n * scales_row + group * scales_group)
+            acc += scale_dots(dots, sums, scales, zeros, NUMBERS)
         words = following
 
     dots = tl.sum(acc, axis=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, GroupWeight, scales_are_exact
 from nanoinfer.kernels.launch import cdiv, num_multiprocessors, shared_memory
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.groups.tiles import group_operand, scales_come_first, step_of
+from nanoinfer.kernels.linear.groups.tiles import group_operand, is_rounded_once, scales_come_first, step_of
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
@@ -22,9 +22,8 @@ LEAST_INPUTS = 1024  # of a piece
 
 def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
     """Return whether the kernel multiplies tokens by the weight. x: the dtype of the tokens' vectors"""
-    if x.itemsize != 2 or weight.in_features % BLOCK or (weight.group % BLOCK and not scales_are_exact(weight, x)):
-        return False
-    return step_of(weight, x) is not None
+    has_products = weight.group % BLOCK == 0 or scales_are_exact(weight, x) or is_rounded_once(weight)
+    return x.itemsize == 2 and weight.in_features % BLOCK == 0 and has_products and step_of(weight, x) is not None
 
 
 def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:

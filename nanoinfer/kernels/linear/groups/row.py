@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
+from nanoinfer.kernels.groups import BITS, BITSANDBYTES, GroupWeight, Numbers
 from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.groups.scales import readable, widen
+from nanoinfer.kernels.linear.groups.scales import readable, scale_dots
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import load_bias, load_rows
 from nanoinfer.kernels.unpacking import dot_words, split_places
@@ -49,7 +50,7 @@ class GroupRowParts(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupRowForm:
-    """What the functions are compiled for; numbers, group: of groups.GroupWeight; native: on a GPU"""
+    """What the functions are compiled for; numbers, group: of groups.GroupWeight; native: by a GPU's instructions"""
 
     numbers: Numbers
     group: int
@@ -57,15 +58,16 @@ class GroupRowForm:
     has_zeros: bool
 
 
-def group_row(weight: GroupWeight) -> RowOperand:
-    """Return the operand of a weight, such as has_row_kernel says, for a single token."""
+def group_row(weight: GroupWeight, dtype: torch.dtype) -> RowOperand:
+    """Return the operand of a weight, such as has_row_kernel says, for a single token's vector of a dtype."""
     words, zeros = weight.words, weight.zeros
+    native = words.is_cuda and (dtype != torch.float32 or weight.numbers not in BITSANDBYTES)  # or float16 rounds
     assert words.is_contiguous()
     scales_row, scales_group = weight.scales.stride()
     zeros_row, zeros_group = (None, None) if zeros is None else zeros.stride()
     strides = scales_row, scales_group, zeros_row, zeros_group
     parts = GroupRowParts(words, readable(weight.scales), zeros, weight.factors, *strides)
-    form = GroupRowForm(weight.numbers, weight.group, words.is_cuda, zeros is not None)
+    form = GroupRowForm(weight.numbers, weight.group, native, zeros is not None)
     block_k = next_power_of_2(weight.in_features)
     row = block_k * BITS[weight.numbers] // 8  # bytes
     rows = max(TILE // row, 2)
@@ -170,5 +172,5 @@ def multiply_words(
         dots = dot_words(tile, places, None, NUMBERS, 0, MOST, NATIVE)
         of_groups = tl.sum(tl.reshape(dots, [BLOCK_N, GROUPS, WORDS // GROUPS]), axis=2)
     if zeros is not None:
-        of_groups -= (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums[None, :]
-    return tl.sum(of_groups * widen(scales), axis=1)
+        sums = sums[None, :]
+    return tl.sum(scale_dots(of_groups, sums, scales, zeros, NUMBERS), axis=1)

@@ -37,6 +37,21 @@ def widen(scales):
 
 
 @triton.jit
+def scale_dots(dots, sums, scales, zeros, NUMBERS: tl.constexpr):
+    """Return the products of groups with parts of vectors, float32.
+
+    dots: their numbers' products with them, float32; sums: of the parts
+    scales, zeros: of the groups, as a GroupWeight has them
+    """
+    if zeros is None:
+        return dots * widen(scales)
+    elif zeros.dtype.is_floating():  # minima: see groups.MIDDLES
+        return (dots + (16.0 if NUMBERS == "int8" else 8.0) * sums) * widen(scales) - zeros.to(tl.float32) * sums
+    else:
+        return (dots - (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums) * widen(scales)
+
+
+@triton.jit
 def factors_of(scales, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """Return scales as the factors that unpack_tile takes, those of eight bits exactly.
 

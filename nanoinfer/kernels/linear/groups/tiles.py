@@ -40,15 +40,25 @@ def step_of(weight: GroupWeight, dtype: torch.dtype, most: int = 128) -> int | N
 
 
 def scales_come_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
-    """Return whether scales multiply the numbers: those of an e2m1, exactly, and those of groups that are too small."""
+    """Return whether scales multiply the numbers.
+
+    Those of an e2m1 do, exactly, and those of groups that are too small, or have minima.
+    """
+    if weight.has_minima:
+        return True
     return weight.group in (16, 32) and (weight.group == 16 or scales_are_exact(weight, dtype))
+
+
+def is_rounded_once(weight: GroupWeight) -> bool:
+    """Return whether the kernel, where scales multiply the numbers, does so in float32, and then rounds."""
+    return weight.numbers != "e2m1" and (weight.has_minima or weight.scales.dtype == torch.float32)
 
 
 def _has_pairs(weight: GroupWeight) -> bool:
     """Return whether the kernel can load the scales of two groups, and their zeros, as one number each."""
     groups = weight.in_features // weight.group
     parts = [part for part in (weight.scales, weight.zeros) if part is not None]
-    return groups % 2 == 0 and all(part.is_contiguous() and part.itemsize <= 2 for part in parts)
+    return groups % 2 == 0 and all(part.is_contiguous() and part.itemsize <= 4 for part in parts)
 
 
 class GroupParts(NamedTuple):
@@ -89,7 +99,8 @@ def group_operand(weight: GroupWeight, x: Tensor, step: int, scales_first: bool)
     scales, zeros, group = readable(weight.scales), weight.zeros, weight.group
     parts = GroupParts(scales, zeros, *_strides(scales), *_strides(zeros))
     halves = step == 2 * group and not scales_come_first(weight, x.dtype)
-    paired = halves or (step >= 2 * group and scales.itemsize == 1 and zeros is None and _has_pairs(weight))
+    few_bits = scales.itemsize == 1 and zeros is None
+    paired = halves or (step >= 2 * group and (few_bits or is_rounded_once(weight)) and _has_pairs(weight))
     form = GroupForm(weight.numbers, group, scales_first, halves, paired, x.is_cuda and x.itemsize == 2)
     return Operand(weight.words, parts, form, _add_products, weight.words.shape[-2], weight.in_features, apart=False)
 
@@ -122,10 +133,12 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     groups = in_features // FORM.group
     scales = _first_groups(parts.scales, n, parts.scales_row, groups), parts.scales_group, groups
     zeros = None
+    # Integers that are loaded a step before would send the numbers through shared memory, but for those of halves.
+    AHEAD: tl.constexpr = parts.zeros is not None and (HALVES or parts.zeros.dtype.element_ty.is_floating())
     if parts.zeros is not None:
         zeros = _first_groups(parts.zeros, n, parts.zeros_row, groups), parts.zeros_group, groups
     next_scales = _load_groups(scales, tile.begin, FORM, K)
-    if parts.zeros is not None and HALVES:
+    if AHEAD:
         next_zero = _load_groups(zeros, tile.begin, FORM, K)
     wait_for_predecessor(EARLY)
 
@@ -147,9 +160,9 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         # Only words and inputs come by copies for which no thread waits. So a step's scales are loaded a step before.
         now, next_scales = next_scales, _load_groups(scales, start + K, FORM, K)
         zero = None
-        if parts.zeros is not None and HALVES:
+        if AHEAD:
             zero, next_zero = next_zero, _load_groups(zeros, start + K, FORM, K)
-        elif parts.zeros is not None:  # loaded a step before, they would send the numbers through shared memory
+        elif parts.zeros is not None:
             zero = _load_groups(zeros, start, FORM, K)
         SCALE: tl.constexpr = parts.scales.dtype.element_ty
         if HALVES:
@@ -160,6 +173,8 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
             acc = _add_group(acc, words, x, first_scales, zero, HOW)
             acc = _add_group(acc, second_words, second_x, second_scales, second_zero, HOW)
         else:
+            if FORM.paired and parts.zeros is not None:
+                zero = _apart(zero, parts.zeros.dtype.element_ty)
             acc = _add_group(acc, words, x, _apart(now, SCALE) if FORM.paired else now, zero, HOW)
     if FORM.scales_first and parts.scales.dtype.element_ty == tl.uint8:
         acc *= LOWERED
@@ -194,9 +209,13 @@ def _add_group(acc, words, x, scales, zeros, HOW: tl.constexpr):
     WORDS: tl.constexpr = words.shape[1]
     GROUP: tl.constexpr = SPAN // scales.shape[1]
     HALF: tl.constexpr = GROUP * WORDS == 2 * SPAN  # of what four words have is a group
-    spread_zeros = zeros if zeros is None else _spread(zeros.to(tl.int32), WORDS, HALF)
+    HAS_MINIMA: tl.constexpr = zeros is not None and zeros.dtype.is_floating()
+    spread_zeros = zeros
+    if zeros is not None:
+        spread_zeros = _spread(zeros.to(tl.float32 if HAS_MINIMA else tl.int32), WORDS, HALF)
     if FORM.scales_first:
-        factors = _spread(factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
+        IS_WIDE: tl.constexpr = HAS_MINIMA or (scales.dtype == tl.float32 and NUMBERS != "e2m1")
+        factors = _spread(widen(scales) if IS_WIDE else factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
         IS_RAISED: tl.constexpr = scales.dtype == tl.uint8
         weight = unpack_tile(words, spread_zeros, factors, NUMBERS, x.dtype, FORM.native, IS_RAISED)
         return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
@@ -216,7 +235,8 @@ def _load_groups(of_rows, start, FORM: tl.constexpr, K: tl.constexpr):
     GROUP: tl.constexpr = FORM.group
     COUNT: tl.constexpr = max(K // GROUP, 1)
     if FORM.paired:
-        WIDE: tl.constexpr = tl.uint16 if ptrs.dtype.element_ty.primitive_bitwidth == 8 else tl.uint32
+        BITS: tl.constexpr = ptrs.dtype.element_ty.primitive_bitwidth
+        WIDE: tl.constexpr = tl.uint16 if BITS == 8 else tl.uint32 if BITS == 16 else tl.uint64
         return _load_pairs(ptrs, start // GROUP, groups, WIDE, COUNT // 2)
     else:
         group = tl.minimum(start // GROUP + tl.arange(0, COUNT), groups - 1)[None, :]
@@ -241,6 +261,8 @@ def _halve(both, DTYPE: tl.constexpr):
     """Return the two scales, or zeros, of each number that _load_pairs loaded."""
     if DTYPE.primitive_bitwidth == 8:
         first, second = (both & 0xFF).to(tl.uint8), (both >> 8).to(tl.uint8)
+    elif DTYPE.primitive_bitwidth == 32:
+        first, second = (both & 0xFFFFFFFF).to(tl.uint32), (both >> 32).to(tl.uint32)
     else:
         first, second = (both & 0xFFFF).to(tl.uint16), (both >> 16).to(tl.uint16)
     return first.to(DTYPE, bitcast=True), second.to(DTYPE, bitcast=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from nanoinfer.kernels.groups import BITS, SPREADS, GroupWeight, Numbers, pack
+from nanoinfer.kernels.groups import BITS, SPREADS, TABLES, GroupWeight, Numbers, minima_of, pack
 from nanoinfer.kernels.launch import launch_in_between
 
 AnyNumbers: TypeAlias = Tensor | Fp8Weight | GroupWeight
@@ -23,13 +23,14 @@ Multiply: TypeAlias = Callable[..., Tensor]  # of vectors, a weight, and a bias 
 
 
 class Grouping(NamedTuple):
-    """The form of a GroupWeight, whatever its shape. size: of a group"""
+    """The form of a GroupWeight, whatever its shape. size: of a group; has_minima: its zeros are minima"""
 
     numbers: Numbers
     size: int
     scales: torch.dtype
     has_zeros: bool
     has_factors: bool
+    has_minima: bool = False
 
 
 class WeightShape(NamedTuple):
@@ -50,7 +51,7 @@ class WeightShape(NamedTuple):
             return cls(weight.shape[-2], weight.shape[-1])
         if isinstance(weight, Fp8Weight):
             return cls(weight.numbers.shape[-2], weight.numbers.shape[-1], weight.block)
-        forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None
+        forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None, weight.has_minima
         grouping = Grouping(weight.numbers, weight.group, *forms)
         return cls(weight.words.shape[-2], weight.in_features, None, grouping)
 
@@ -110,24 +111,33 @@ class WeightShape(NamedTuple):
         scales = torch.rand(*rows, self.inputs // form.size, generator=generator, device=device) + 0.5
         if not experts:
             first = numbers[..., : self.half]
-            opposite = first ^ most // 2 if form.numbers == "e2m1" else most - first
-            nothing = torch.full_like(numbers[..., 2 * self.half :], 0 if form.numbers == "e2m1" else most // 2)
-            numbers = torch.cat([first, opposite, nothing], dim=-1)
-            scales = _repeated(scales, self.half // form.size)
+            opposite, sign = _opposite(first, form.numbers)
+            zero = TABLES[form.numbers].index(0.0) if form.numbers in TABLES else most // 2
+            numbers = torch.cat([first, opposite, torch.full_like(numbers[..., 2 * self.half :], zero)], dim=-1)
+            scales = _repeated(scales, self.half // form.size, sign)
         factors = torch.full(rows, 1 / size, device=device) if form.has_factors else None
         if form.scales == torch.uint8:
             scales = scales.log2().round() + 127 - round(math.log2(size))
         elif not form.has_factors:
             scales /= size
-        zeros = torch.full_like(scales, most // 2, dtype=torch.uint8) if form.has_zeros else None
-        words = pack(numbers, BITS[form.numbers])
-        return GroupWeight(words, scales.to(form.scales), zeros, factors, form.numbers, self.inputs)
+        scales, zeros = scales.to(form.scales), None
+        if form.has_zeros:  # the middle of the numbers counts nothing
+            middle = torch.full_like(scales, most // 2, dtype=torch.uint8)
+            zeros = minima_of(middle, scales, form.numbers) if form.has_minima else middle
+        return GroupWeight(pack(numbers, BITS[form.numbers]), scales, zeros, factors, form.numbers, self.inputs)
 
 
-def _repeated(scales: Tensor, half: int) -> Tensor:
-    """Return scales, [..., groups], of which the second `half` are the first ones."""
+def _opposite(numbers: Tensor, kind: Numbers) -> tuple[Tensor, int]:
+    """Return numbers and the sign of their scales, whose products undo those of some numbers with scales above 0."""
+    if kind == "nf4":  # has no negatives of its numbers
+        return numbers, -1
+    return numbers ^ 8 if kind in TABLES else (1 << BITS[kind]) - numbers, 1
+
+
+def _repeated(scales: Tensor, half: int, sign: int = 1) -> Tensor:
+    """Return scales, [..., groups], of which the second `half` are the first ones times `sign`."""
     first = scales[..., :half]
-    return torch.cat([first, first, scales[..., 2 * half :]], dim=-1)
+    return torch.cat([first, sign * first, scales[..., 2 * half :]], dim=-1)
 
 
 @functools.cache

@@ -40,12 +40,16 @@ class GroupExperts(Experts):
         label: str,
         output_share: OutputShare | None = None,
         biases: bool = False,
+        down_layout: Layout | None = None,
     ) -> None:
-        """label: what messages call the format; output_share, biases: as for Format.make_experts"""
+        """label: what messages call the format; output_share, biases: as for Format.make_experts
+
+        down_layout: that of downs; None: that of the others
+        """
         super().__init__(tensors, sizes, output_share)
         above, downs, columns = expert_sections(tensors, sizes, output_share)
         self.gate_up = GroupStore(above, sizes.hidden_size, layout, label)
-        self.down = GroupStore(downs, columns, layout, label)
+        self.down = GroupStore(downs, columns, down_layout or layout, label)
         self.biases = ExpertBiases(tensors, sizes, output_share, biases)
         self._dtype = torch.get_default_dtype()
         self._in_order = False

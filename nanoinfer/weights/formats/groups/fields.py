@@ -11,12 +11,14 @@ from torch import Tensor
 
 from nanoinfer.weights.shards import FLOATS
 
-Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
+Fills = Literal["numbers", "scales", "zeros", "minima", "factors", "g_idx", "shape"]
 INT32, HALF_BYTE = 32, 4  # bits
+OF_GROUPS: tuple[Fills, ...] = "scales", "zeros", "minima"
 DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
     "numbers": frozenset({torch.int8}),
     "scales": FLOATS,
     "zeros": frozenset({torch.int8}),
+    "minima": FLOATS,
     "factors": FLOATS,
     "g_idx": frozenset({torch.int32, torch.int64}),
     "shape": frozenset({torch.int32, torch.int64}),
@@ -106,7 +108,7 @@ class Field:
         """Return how many of a matrix's outputs and inputs an index of the tensor covers, in each dimension."""
         outputs = 1 if self.along_outputs is None else self.along_outputs.count
         inputs = 1 if self.along_inputs is None else self.along_inputs.count
-        if self.fills in ("scales", "zeros"):
+        if self.fills in OF_GROUPS:
             return outputs, inputs * group
         return outputs, inputs * (self.block or 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,10 +23,12 @@ class GroupFormat(Format):
 
     label: what messages call it
     layout: which tensors a checkpoint has for a matrix
+    downs: those of experts' downs; None: the same
     """
 
     label: str
     layout: Layout
+    downs: Layout | None = None
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class GroupFormat(Format):
         """The numbers, their groups, and which other tensors there are."""
         layout = self.layout
         groups = f"groups of {layout.group}" if layout.group else "one group"
-        others = {"zeros": "zero points", "g_idx": "act order"}
+        others = {"zeros": "zero points", "minima": "minima", "g_idx": "act order"}
         also = "".join(f" with {name}" for fills, name in others.items() if fills in layout.fills)
         return f"{layout.numbers} in {groups}{also}"
 
@@ -50,7 +52,13 @@ class GroupFormat(Format):
         self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
     ) -> GroupExperts:
         """Make a layer's experts."""
-        return GroupExperts(tensors, sizes, self.layout, self.label, output_share, biases)
+        return GroupExperts(tensors, sizes, self.layout, self.label, output_share, biases, self.downs)
+
+    def with_downs(self, other: Format) -> GroupFormat | None:
+        """Return the format of experts whose downs have another one, also in groups."""
+        if not isinstance(other, GroupFormat):
+            return None
+        return self if other == self else replace(self, downs=other.layout)
 
     @property
     def takes_expert_biases(self) -> bool:
@@ -76,6 +84,6 @@ class GroupFormat(Format):
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes of a number, and its part of a scale and a zero."""
         layout = self.layout
-        shared = itemsize if layout.scales is None else layout.scales.itemsize
-        shared += torch.uint8.itemsize if "zeros" in layout.fills else 0
+        shared = scale = itemsize if layout.scales is None else layout.scales.itemsize
+        shared += torch.uint8.itemsize if "zeros" in layout.fills else scale if "minima" in layout.fills else 0
         return BITS[layout.numbers] / 8 + (0 if layout.group == 0 else shared / (layout.group or LARGE_GROUP))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.kernels.groups import Numbers
-from nanoinfer.weights.formats.groups.fields import Field, Fills
+from nanoinfer.weights.formats.groups.fields import OF_GROUPS, Field, Fills
 
 LARGE_GROUP, GROUP = 128, 64  # of matrices that are rounded here
 
@@ -40,7 +40,7 @@ class Layout:
     @property
     def rounds(self) -> bool:
         """Whether plain matrices can be rounded to such weights: to groups of neighbours, of one scale."""
-        return self.fills <= {"numbers", "scales", "zeros"} and all(field.name != "weight" for field in self.fields)
+        return self.fills <= {"numbers", *OF_GROUPS} and all(field.name != "weight" for field in self.fields)
 
     def group_of(self, inputs: int) -> int:
         """Return how many of a matrix's inputs share a scale; the last of its groups may have fewer."""

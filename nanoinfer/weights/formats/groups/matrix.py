@@ -13,6 +13,7 @@ from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
 from nanoinfer.kernels.linear.gathered import GatheredWeight
+from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.weight import Weight
@@ -49,6 +50,11 @@ class GroupMatrix(Matrix):
         if self._is_in_parts:
             return self._in_parts(self._dense()) if weight is None else self._gathering(self._in_parts(weight))
         return self._dense() if weight is None else self._gathering(GroupLinearWeight(*weight))
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Return rows in the model's dtype. rows: their numbers, of int32"""
+        assert self.store.weight is not None
+        return dequantize(self.store.weight, self._dtype, rows)
 
     def _for_cpu(self) -> Tensor | PackedWeight:
         dense = self.store.dense(self._dtype)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import SPREADS, pack, unpack
+from nanoinfer.kernels.groups import MIDDLES, SPREADS, minima_of, pack, unpack
 from nanoinfer.kernels.rounding import round_to_groups
-from nanoinfer.weights.formats.groups.fields import Field, Fills
+from nanoinfer.weights.formats.groups.fields import OF_GROUPS, Field, Fills
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, SPREAD
 
-TARGETS: dict[Fills, str] = {"numbers": "words", "scales": "scales", "zeros": "zeros"}  # tensors of a store, by field
+TARGETS: dict[Fills, str] = {"numbers": "words", "scales": "scales", "zeros": "zeros", "minima": "zeros"}  # of a store
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Part:
             own = range(inputs.start - self.own[1].start, inputs.stop - self.own[1].start)
             self.store.write_numbers(target, own, read[:, inputs.start - begin : inputs.stop - begin])
         else:
-            self.store.write_scales(target, inputs, read, zeros=self.field.fills == "zeros")
+            self.store.write_scales(target, inputs, read, zeros=self.field.fills != "scales")
 
     def _write_factors(self, stored: Tensor) -> None:
         assert self.store.factors is not None
@@ -142,12 +142,15 @@ class Part:
         self.store.order.g_idx[self.number, own] = groups
 
     def unpacked(self) -> Tensor:
-        """Return what may be infinite: scales and factors."""
+        """Return what may be infinite: scales, minima and factors."""
         rows, fills = self.rows, self.field.fills
         if fills == "factors":
             assert self.store.factors is not None
             return self.store.factors[rows]
-        return self.store.unpacked(rows) if fills == "scales" else _zero_of(self.store)
+        if fills == "minima":
+            assert self.store.zeros is not None
+            return self.store.zeros[rows]
+        return self.store.unpacked_scales(rows) if fills == "scales" else _zero_of(self.store)
 
     def draw(self, generator: torch.Generator) -> None:
         """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
@@ -159,6 +162,9 @@ class Part:
         elif self.field.fills == "zeros":
             assert store.zeros is not None
             store.zeros[rows] = 1 << store.bits - 1
+        elif self.field.fills == "minima":
+            assert store.zeros is not None
+            store.zeros[rows] = MIDDLES[store.layout.numbers] * scale
         elif self.field.fills == "factors":
             assert store.factors is not None
             store.factors[rows] = scale
@@ -180,9 +186,9 @@ class Part:
     def copy_to(self, stored: Tensor) -> None:
         """Write the numbers, scales or zeros of these rows, all of whose inputs this rank has."""
         store, rows = self.store, self.rows
-        if self.field.fills in ("scales", "zeros"):
+        if self.field.fills in OF_GROUPS:
             of_groups = getattr(store, TARGETS[self.field.fills])[rows, :: store.own_group // store.group]
-            stored.copy_(of_groups if self.field.fills == "scales" else self.field.packed(of_groups))
+            stored.copy_(self.field.packed(of_groups) if self.field.fills == "zeros" else of_groups)
             return
         assert self.field.fills == "numbers"
         assert store.order is None
@@ -241,10 +247,12 @@ class Rounded:
         store.write_numbers(rows, range(len(own)), numbers[:, first : first + len(own)])
         store.write_scales(rows, own, scales)
         if zeros is not None:
+            if "minima" in store.layout.fills:
+                zeros = minima_of(zeros, scales, store.layout.numbers)
             store.write_scales(rows, own, zeros, zeros=True)
 
     def unpacked(self) -> Tensor:
-        """Return the scales of these rows: only they can be infinite."""
+        """Return what can be infinite of these rows."""
         return self.store.unpacked(slice(self.first, self.first + len(self.own[0])))
 
 

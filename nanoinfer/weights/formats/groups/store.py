@@ -54,7 +54,9 @@ class GroupStore(nn.Module):
         rows = sum(section.rows for section in sections)
         self.words = _parameter(rows, words_of(in_features, self.bits), dtype=torch.int32)
         self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
-        self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
+        self.zeros = None
+        if "zeros" in fills or "minima" in fills:
+            self.zeros = _parameter(rows, groups, dtype=self.scales.dtype if "minima" in fills else torch.uint8)
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
         self._made = Made()
         self._keeps: bool | None = None  # what is made; None: nobody has asked for it
@@ -126,7 +128,7 @@ class GroupStore(nn.Module):
             words.copy_(pack(all_numbers, self.bits))
 
     def write_scales(self, rows: slice, inputs: range, stored: Tensor, zeros: bool = False) -> None:
-        """Write the scales, or zeros, of those of this rank's groups that begin among some inputs.
+        """Write the scales, or zeros or minima, of those of this rank's groups that begin among some inputs.
 
         stored: [rows, groups] of the checkpoint, from that of the first of the inputs on
         """
@@ -141,7 +143,12 @@ class GroupStore(nn.Module):
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self, rows: slice = slice(None)) -> Tensor:
-        """Return the scales of some rows as float32: only they can be infinite, or more than kernels multiply by."""
+        """Return the scales and minima of some rows as float32: only they can be infinite."""
+        scales, zeros = self.unpacked_scales(rows), self.zeros
+        return scales if zeros is None else torch.cat([scales, zeros[rows].float()])
+
+    def unpacked_scales(self, rows: slice) -> Tensor:
+        """Return the scales of some rows as float32, infinite where they are more than kernels multiply by."""
         scales = scales_of(self._weight(rows))
         if self.scales.dtype != torch.uint8:
             return scales

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
-from nanoinfer.weights.formats.groups.fields import Field
+from nanoinfer.weights.formats.groups.fields import OF_GROUPS, Field
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.parts import Expected, ExpectedShape, Part, Rounded
 from nanoinfer.weights.formats.groups.store import GroupStore, rows_and_inputs
@@ -113,7 +113,7 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
         expected = kind(store, name, field, torch.Size(shape), matrix)
         return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
-    if store.order is not None and field.fills in ("scales", "zeros"):
+    if store.order is not None and field.fills in OF_GROUPS:
         own = own[0], range(inputs)
     cover = tuple(range(some.start // step, -(-some.stop // step)) for some, step in zip(own, steps, strict=True))
     part = Part(store, field, number, first, own, (cover[0], cover[1]))

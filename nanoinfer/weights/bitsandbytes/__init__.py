@@ -1,0 +1,1 @@
+"""Matrices as bitsandbytes writes them."""
