@@ -18,17 +18,20 @@ class CachedPrefix:
     """What the cache holds of a sequence's first tokens.
 
     node: that of the prefix, or of the most of it that fills a node; num_tokens: of the prefix
-    tail: the rest of it, which fills no node, and whose blocks have to be copied; None: there is no rest
-    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on; NONE where
-        only host memory has the content
+    holder: has the states behind it: that node, a tail behind that, or the sequence itself, which was preempted
+    rest: for each group, the blocks whose first tokens are the last ones, which fill no node: they have to be copied;
+        none, if there are no such tokens, or their content has to come back from host memory
+    tables: for each group, the blocks that queries behind the node see, from column starts[group] on; NONE where only
+        host memory has the content
     lost: for each of these, in order: the node and the place in it
     num_matched: tokens of the longest prefix that others have computed; what they left of it may not be enough
     is_awaited: with the snapshot that the planned step takes, a longer prefix could be shared
     """
 
     node: Node
-    tail: Node | None
+    holder: Node | Sequence
     num_tokens: int
+    rest: list[list[int]]
     tables: list[list[int]]
     starts: list[int]
     lost: list[tuple[Node, int]]
@@ -66,18 +69,24 @@ class PrefixCache:
             path.append(node)
             if not self._has_windows_whole(runs, start + size):
                 continue
-            if self._states is None or self._states.is_ready(node):
+            if self._states is None or self._states.is_ready(node) or node.kept:
                 whole, is_awaited = len(path) - 1, False
             elif self._states.is_fresh(node):
                 is_awaited = True
-        tail, num_tokens = None, whole * size
+        holder: Node | Sequence = path[whole]
+        num_tokens, rest = whole * size, [list[int]() for _ in self._groups]
         num_matched = (len(path) - 1) * size
         if self._states is not None and self._grid < size:
             num_matched += self._num_alike(seq, path[-1], num_matched)
             if with_tails:
                 whole, tail, num_tokens, is_awaited = self._find_tail(self._states, seq, path, whole, is_awaited)
+                holder = tail or path[whole]
+                rest = rest if tail is None else self._copied_blocks(self._states, tail, num_tokens - whole * size)
+        if seq.kept and seq.kept_behind is path[-1] and seq.num_reusable == len(seq) - 1:
+            whole, holder, num_tokens, is_awaited = len(path) - 1, seq, seq.num_reusable, False
+            rest = [[] for _ in self._groups]
         nodes = path[1 : whole + 1]
-        found = CachedPrefix(path[whole], tail, num_tokens, [], [], [], num_matched, is_awaited)
+        found = CachedPrefix(path[whole], holder, num_tokens, rest, [], [], [], num_matched, is_awaited)
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
             first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
             places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
@@ -99,11 +108,12 @@ class PrefixCache:
             last = min(begin + self._size - self._grid, seq.num_reusable // self._grid * self._grid)
             for end in range(last, begin, -self._grid):
                 tail = self.tree.find(path[depth], seq.content(begin, end))
-                if tail is None or NONE in chain(*self.tail_blocks(tail, end - begin)):
+                if tail is None:
                     continue
-                if states.is_ready(tail):
+                has_blocks = NONE not in chain(*self._tail_blocks(tail, end - begin))
+                if tail.kept or (has_blocks and states.is_ready(tail)):
                     return depth, tail, end, is_awaited
-                is_awaited = is_awaited or states.is_fresh(tail)
+                is_awaited = is_awaited or (has_blocks and states.is_fresh(tail))
         return whole, None, whole * self._size, is_awaited
 
     def _num_alike(self, seq: Sequence, node: Node, begin: int) -> int:
@@ -114,7 +124,14 @@ class PrefixCache:
         num_bytes = self.tree.num_alike(node, seq.content(begin, end))
         return min(num_bytes // seq.token_ids.itemsize, end - begin) // self._grid * self._grid
 
-    def tail_blocks(self, tail: Node, num_tokens: int) -> list[list[int]]:
+    def _copied_blocks(self, states: StateSlots, tail: Node, num_tokens: int) -> list[list[int]]:
+        """Return CachedPrefix.rest for a prefix that ends with a tail. num_tokens: of the tail"""
+        blocks = self._tail_blocks(tail, num_tokens)
+        if states.is_delayed(tail) or NONE in chain(*blocks):
+            return [[] for _ in self._groups]
+        return blocks
+
+    def _tail_blocks(self, tail: Node, num_tokens: int) -> list[list[int]]:
         """Return, for each group, the blocks that hold a tail's tokens. num_tokens: of the tail"""
         return [
             tail.blocks[place : place + -(-num_tokens // group.block_size)]
@@ -135,15 +152,26 @@ class PrefixCache:
             return node
         begin = position // size * size
         tail = self.tree.child(node, seq.content(begin, position), is_tail=True)
-        if tail.snapshot == NONE or NONE in chain(*self.tail_blocks(tail, position - begin)):
+        if tail.snapshot == NONE or NONE in chain(*self._tail_blocks(tail, position - begin)):
             assert self._states is not None
             self._states.delay(tail)  # first: the planned step fills these blocks
-            blocks = [NONE] * len(tail.blocks)
-            for group, table, place in zip(self._groups, seq.block_tables, self._places, strict=True):
-                own = table[begin // group.block_size : -(-position // group.block_size)]
-                blocks[place : place + len(own)] = own
-            self.tree.attach_tail(tail, blocks)
+            self.attach_tail(tail, seq, position)
         return tail
+
+    def attach_tail(self, tail: Node, seq: Sequence, position: int) -> None:
+        """Let a sequence's blocks be those of the tail of its tokens up to a position."""
+        blocks = [NONE] * len(tail.blocks)
+        for place, own in zip(self._places, self.last_blocks(seq, position), strict=True):
+            blocks[place : place + len(own)] = own
+        self.tree.attach_tail(tail, blocks)
+
+    def last_blocks(self, seq: Sequence, position: int) -> list[list[int]]:
+        """Return, for each group, a sequence's blocks of those of its tokens up to a position that fill no node."""
+        begin = position // self._size * self._size
+        return [
+            table[begin // group.block_size : -(-position // group.block_size)]
+            for group, table in zip(self._groups, seq.block_tables, strict=True)
+        ]
 
     def _follow(self, node: Node, runs: list[int], end: int) -> bool:
         """Count in a node's blocks, and host memory's; returns whether a prefix from this node on may be whole."""
@@ -205,6 +233,8 @@ class PrefixCache:
         """
         for seq in seqs:
             seq.node = None
+        if self._tier is not None:
+            self._tier.drop_sequences(adapter)
         nodes = self.tree.uproot(adapter)
         for node in nodes:
             if self._tier is not None:

@@ -47,6 +47,7 @@ class Node:
     blocks: those that hold the node's own tokens, one group's after another's; NONE where a block is lost
     copies: likewise, the slots of host memory that hold the content of such blocks (see HostTier)
     snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
+    kept: the slots of host memory that hold these states; of a tail, those with its blocks' content come first
     newest: the content of its newest child, but for tails that are parts of that
     """
 
@@ -57,6 +58,7 @@ class Node:
         "digest",
         "is_found",
         "is_tail",
+        "kept",
         "newest",
         "num_children",
         "parent",
@@ -69,6 +71,7 @@ class Node:
         self.blocks = [NONE] * num_blocks
         self.copies = [NONE] * num_blocks
         self.snapshot = NONE
+        self.kept: list[int] = []
         self.num_children = 0
         self.is_found = True  # by a lookup
         self.is_tail = False
@@ -76,10 +79,12 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing, and leads to no other node; of a tail, whether it has no snapshot."""
+        """Whether it has nothing, and leads to no other node; of a tail, whether it has no states."""
+        if self.snapshot != NONE or self.kept:
+            return False
         if self.is_tail:
-            return self.snapshot == NONE
-        if self.num_children or self.snapshot != NONE:
+            return True
+        if self.num_children:
             return False
         return all(block == NONE for block in self.blocks) and all(slot == NONE for slot in self.copies)
 
@@ -191,17 +196,24 @@ class PrefixTree:
         tail.blocks = blocks
 
     def _leave_blocks(self, tail: Node) -> None:
-        for block_id in tail.blocks:
+        """Let a tail have no block: it needs all of them."""
+        blocks, tail.blocks = tail.blocks, [NONE] * len(tail.blocks)  # first, as an interrupt may come
+        for block_id in blocks:
             if block_id != NONE and tail in self._blocks[block_id].tails:
                 self._blocks[block_id].tails.remove(tail)
+
+    def detach_tails(self, block_id: int) -> None:
+        """Let a block be no tail's."""
+        block = self._blocks[block_id]
+        while block.tails:
+            tail = block.tails.pop()
+            self._leave_blocks(tail)
+            self.prune(tail)
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
         block = self._blocks[block_id]
-        while block.tails:
-            tail = block.tails.pop()
-            tail.blocks = [NONE if own == block_id else own for own in tail.blocks]
-            self.prune(tail)
+        self.detach_tails(block_id)
         if (node := block.node) is not None:
             block.node = None
             node.blocks[block.place] = NONE

@@ -34,8 +34,11 @@ class StateSlots:
         self._most_snapshots = max(1, int(MOST_SNAPSHOTS * num_slots))
         self._waiting = Forks(self._grid)
         self._snapshots: OrderedDict[Node, None] = OrderedDict()
+        self._unsaved: OrderedDict[Node, None] = OrderedDict()  # those that host memory lacks, the oldest first
+        self._has_lost = False  # snapshots, for want of slots
         self._free = list(range(num_slots))
-        self._stops: dict[Sequence, set[int]] = {}  # where sequences that have slots take snapshots, beside the usual
+        # Where sequences that have slots take snapshots, beside the usual; where it is wanted most comes first:
+        self._stops: dict[Sequence, list[int]] = {}
         self._sources: dict[Sequence, int] = {}  # the slots from which those go on whose first chunk is still to come
         self._in_use: set[int] = set()  # slots of snapshots that the newest step reads or writes
         self._fresh: set[Node] = set()  # nodes whose snapshots it writes
@@ -76,6 +79,10 @@ class StateSlots:
         """Let no sequence go on from a node before the step behind the planned one."""
         self._fresh.add(node)
 
+    def is_delayed(self, node: Node) -> bool:
+        """Whether no sequence may go on from a node before that."""
+        return node in self._fresh
+
     def is_fresh(self, node: Node) -> bool:
         """Whether the planned step takes a node's snapshot, or fills the blocks before that."""
         return node in self._fresh and node.snapshot != NONE
@@ -83,19 +90,47 @@ class StateSlots:
     def take(self, seq: Sequence, prefix: Node, num_matched: int) -> bool:
         """Give a sequence a slot, if one can be had; returns whether.
 
-        prefix: from whose snapshot it goes on; num_matched: so many of its tokens have been computed by others
+        prefix: from whose snapshot it goes on, if that is ready; num_matched: so many of its tokens have been computed
+            by others
         """
-        self._sources[seq] = prefix.snapshot
-        if prefix.snapshot != NONE:
+        self._sources[seq] = NONE
+        if self.is_ready(prefix):
+            self._sources[seq] = prefix.snapshot
             self._snapshots.move_to_end(prefix)
         slot = self._find()
         if slot == NONE:
             del self._sources[seq]
             return False
         seq.slot = slot
-        ends = {(len(seq) - 1) // size * size for size in (self._grid, self._size)}
-        self._stops[seq] = self._waiting.remove(seq) | {num_matched, *ends}
+        parts = {num_matched, *self._waiting.remove(seq)}
+        ends = [(len(seq) - 1) // size * size for size in (self._grid, self._size)]
+        self._stops[seq] = [*sorted(parts, reverse=True), *ends]
         return True
+
+    def bring_back(self, seq: Sequence, node: Node | None) -> int:
+        """Return the slot into which the states come back from which a sequence with a slot goes on.
+
+        node: gets a snapshot of them, if there is a slot for one; None: they are the sequence's own
+        """
+        slot = NONE if node is None else self._hang(node)
+        if slot == NONE:
+            slot = seq.slot
+        elif node is not None:
+            self._fresh.discard(node)  # the planned step may read it
+        self._sources[seq] = slot
+        return slot
+
+    def is_short(self, share: float) -> bool:
+        """Whether snapshots are lost, or soon will be, as this share of those that there may be is taken."""
+        return self._has_lost or len(self._snapshots) >= share * self._most_snapshots
+
+    def unsaved(self) -> list[Node]:
+        """Return the nodes of whose snapshots host memory has no copy, and which no step writes; the oldest first."""
+        return [node for node in self._unsaved if node not in self._fresh]
+
+    def note_saved(self, node: Node) -> None:
+        """Note that host memory gets a node's snapshot."""
+        del self._unsaved[node]
 
     def fork(self, other: Sequence) -> None:
         """Give a further sample of a prompt a slot for a copy of its states, which are computed by the planned step."""
@@ -107,7 +142,7 @@ class StateSlots:
         """Give a sequence a slot, to go on from where `seq` is: its next chunk reads the slot of that one."""
         other.slot = self._find()
         assert other.slot != NONE
-        self._sources[other], self._stops[other] = self._sources.get(seq, seq.slot), set()
+        self._sources[other], self._stops[other] = self._sources.get(seq, seq.slot), []
 
     def plan(self, seq: Sequence, start: int, end: int, node_at: NodeAt) -> ChunkStates:
         """Return where a chunk finds its states and leaves them. Its nodes have been recorded.
@@ -125,7 +160,7 @@ class StateSlots:
         if start % self._grid:
             return planned
         regular = range(start // self._interval * self._interval + self._interval, end + 1, self._interval)
-        for position in sorted({*regular, *self._stops[seq]}, reverse=True):  # the last one is wanted most
+        for position in dict.fromkeys([*self._stops[seq], *reversed(regular)]):
             if start < position <= end and (node := node_at(seq, position)) is not None:
                 if (slot := self._hang(node)) != NONE:
                     planned.snapshots[position] = slot
@@ -162,6 +197,8 @@ class StateSlots:
             self._in_use.add(slot)
             self._fresh.add(node)
             self._snapshots[node] = None
+            if not node.kept:
+                self._unsaved[node] = None
             node.snapshot = slot
         return slot
 
@@ -171,7 +208,10 @@ class StateSlots:
     def _oldest_snapshot(self) -> int:
         """Take the least recently used snapshot from its node, and return its slot; NONE: all are in use."""
         oldest = next((node for node in self._snapshots if not self._is_used(node.snapshot)), None)
-        return NONE if oldest is None else self._take_from(oldest)
+        if oldest is None:
+            return NONE
+        self._has_lost = True
+        return self._take_from(oldest)
 
     def _is_used(self, slot: int) -> bool:
         return slot in self._in_use or slot in self._sources.values()
@@ -182,6 +222,7 @@ class StateSlots:
     def _take_from(self, node: Node) -> int:
         slot, node.snapshot = node.snapshot, NONE
         del self._snapshots[node]
+        self._unsaved.pop(node, None)
         self._fresh.discard(node)
         self._tree.prune(node)
         return slot
