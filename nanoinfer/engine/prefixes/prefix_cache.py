@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -77,7 +77,7 @@ class PrefixCache:
         num_tokens, rest = whole * size, [list[int]() for _ in self._groups]
         num_matched = (len(path) - 1) * size
         if self._states is not None and self._grid < size:
-            num_matched += self._num_alike(seq, path[-1], num_matched)
+            num_matched += self._num_begun(seq, path[-1], num_matched)
             if with_tails:
                 whole, tail, num_tokens, is_awaited = self._find_tail(self._states, seq, path, whole, is_awaited)
                 holder = tail or path[whole]
@@ -116,13 +116,20 @@ class PrefixCache:
                 is_awaited = is_awaited or (has_blocks and states.is_fresh(tail))
         return whole, None, whole * self._size, is_awaited
 
-    def _num_alike(self, seq: Sequence, node: Node, begin: int) -> int:
-        """Return how many tokens from `begin` on, a multiple of the grid, the newest child of a node has, too."""
-        end = min(begin + self._size, seq.num_reusable)
-        if end <= begin:
-            return 0
-        num_bytes = self.tree.num_alike(node, seq.content(begin, end))
-        return min(num_bytes // seq.token_ids.itemsize, end - begin) // self._grid * self._grid
+    def _num_begun(self, seq: Sequence, node: Node, begin: int) -> int:
+        """Return how many tokens behind a node, a multiple of the grid, other prefixes have, too; they fill no node."""
+        ends = range(begin + self._grid, min(begin + self._size, seq.num_reusable + 1), self._grid)
+        begun = takewhile(lambda end: self.tree.has_begun(node, seq.content(begin, end)), ends)
+        return self._grid * sum(1 for _ in begun)
+
+    def _child(self, node: Node, seq: Sequence, begin: int, end: int) -> Node:
+        """Return the node of some tokens of a sequence behind a node; fewer than fill a node are a tail."""
+        is_tail = end - begin < self._size
+        child = self.tree.child(node, seq.content(begin, end), is_tail)
+        if self._states is not None and not child.beginnings:
+            ends = range(begin + self._grid, end + is_tail, self._grid)
+            self.tree.note_beginnings(child, [seq.content(begin, own) for own in ends])
+        return child
 
     def _copied_blocks(self, states: StateSlots, tail: Node, num_tokens: int) -> list[list[int]]:
         """Return CachedPrefix.rest for a prefix that ends with a tail. num_tokens: of the tail"""
@@ -151,7 +158,7 @@ class PrefixCache:
         if node is None or not node.is_found or position % size == 0:
             return node
         begin = position // size * size
-        tail = self.tree.child(node, seq.content(begin, position), is_tail=True)
+        tail = self._child(node, seq, begin, position)
         if tail.snapshot == NONE or NONE in chain(*self._tail_blocks(tail, position - begin)):
             assert self._states is not None
             self._states.delay(tail)  # first: the planned step fills these blocks
@@ -198,7 +205,7 @@ class PrefixCache:
         size, node, tree, num_known = self._size, seq.node, self.tree, len(attached)
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
             index, before = seq.num_nodes, len(attached)
-            node = seq.node = tree.child(node, seq.content(index * size, (index + 1) * size))
+            node = seq.node = self._child(node, seq, index * size, (index + 1) * size)
             place = 0
             for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
                 for column in range(index * count, (index + 1) * count):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import count
 from operator import attrgetter
 
-import numpy as np
 from xxhash import xxh64_intdigest
 
 NONE = -1  # in place of a block
@@ -48,10 +48,11 @@ class Node:
     copies: likewise, the slots of host memory that hold the content of such blocks (see HostTier)
     snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
     kept: the slots of host memory that hold these states; of a tail, those with its blocks' content come first
-    newest: the content of its newest child, but for tails that are parts of that
+    beginnings: hashes of its parent's serial and some of its first tokens (see PrefixTree.begun)
     """
 
     __slots__ = (
+        "beginnings",
         "blocks",
         "content",
         "copies",
@@ -59,7 +60,6 @@ class Node:
         "is_found",
         "is_tail",
         "kept",
-        "newest",
         "num_children",
         "parent",
         "serial",
@@ -75,7 +75,7 @@ class Node:
         self.num_children = 0
         self.is_found = True  # by a lookup
         self.is_tail = False
-        self.newest = b""
+        self.beginnings: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -95,6 +95,8 @@ class PrefixTree:
     roots: by the adapter's slot, and by whether the sequence is long (see Scheduler): others' keys differ
     by_hash: hash of a content -> the node that a lookup of the content finds
     collided: content whose hash leads to another content's node -> its own node
+    begun: hash of a content -> how many nodes' contents begin with it, of those that others may part amid. Two that are
+        equal by chance cost a snapshot that is taken in vain
     """
 
     _hash = staticmethod(xxh64_intdigest)
@@ -106,6 +108,7 @@ class PrefixTree:
         self.roots: dict[tuple[int, bool], Node] = {}
         self.by_hash: dict[int, Node] = {}
         self.collided: dict[bytes, Node] = {}
+        self.begun: Counter[int] = Counter()
         self.num_attached = 0  # blocks that are nodes'
 
     def __iter__(self) -> Iterator[Node]:
@@ -150,13 +153,15 @@ class PrefixTree:
             return node
         return self.collided.get(content) if self.collided else None
 
-    def num_alike(self, parent: Node, tokens: bytes) -> int:
-        """Return how many first bytes of these are those of the parent's newest child."""
-        theirs = np.frombuffer(parent.newest, np.uint8)[len(_content(parent, b"")) :]
-        ours = np.frombuffer(tokens, np.uint8)
-        size = min(len(theirs), len(ours))
-        differs = theirs[:size] != ours[:size]
-        return int(differs.argmax()) if differs.any() else size
+    def has_begun(self, parent: Node, tokens: bytes) -> bool:
+        """Whether some node behind a parent begins with these tokens, as far as note_beginnings has told."""
+        return self.begun[self._hash(_content(parent, tokens))] > 0
+
+    def note_beginnings(self, node: Node, beginnings: Iterable[bytes]) -> None:
+        """Note first tokens of a node, amid which others may part from it. It has none yet."""
+        assert node.parent is not None
+        node.beginnings = [self._hash(_content(node.parent, tokens)) for tokens in beginnings]
+        self.begun.update(node.beginnings)
 
     def child(self, parent: Node, tokens: bytes, is_tail: bool = False) -> Node:
         """Return the node of these tokens behind its parent, which is made if there is none.
@@ -170,8 +175,6 @@ class PrefixTree:
             node = Node(parent, next(self._serials), content, digest, self._num_places)
             node.is_tail = is_tail
             parent.num_children += 1
-            if not parent.newest.startswith(content):
-                parent.newest = content
             if self.by_hash.setdefault(digest, node) is not node:
                 self.collided[content] = node
         return node
@@ -251,6 +254,10 @@ class PrefixTree:
         else:
             del self.collided[node.content]
         parent.num_children -= 1
+        for digest in node.beginnings:
+            self.begun[digest] -= 1
+            if self.begun[digest] <= 0:
+                del self.begun[digest]
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -264,6 +271,7 @@ class PrefixTree:
         self.num_attached = 0
         self.by_hash.clear()
         self.collided.clear()
+        self.begun.clear()
 
 
 def _content(parent: Node, tokens: bytes) -> bytes:
