@@ -124,6 +124,7 @@ class BlockManager:
             return None
         start, holder = cached.num_tokens, cached.holder
         prefix = holder if isinstance(holder, Node) else cached.node
+        lacks_states = self.states is not None and not (prefix is holder and self.states.is_ready(prefix))
         if self.states is not None and not self.states.take(seq, prefix, cached.num_matched):
             return None
         for block_id in chain(*cached.tables, *cached.rest):
@@ -143,15 +144,18 @@ class BlockManager:
                 self._extend(table, -(-len(seq) // group.block_size))
                 self._copies += zip(theirs, table[num_shared:], strict=False)
         if start and self.states is not None:
-            self._bring_back(self.states, seq, cached)
+            self._bring_back(self.states, seq, cached, lacks_states)
         return start
 
-    def _bring_back(self, states: StateSlots, seq: Sequence, cached: CachedPrefix) -> None:
-        """Let what only host memory holds of states, and of blocks that fill no node, come back for a sequence."""
+    def _bring_back(self, states: StateSlots, seq: Sequence, cached: CachedPrefix, lacks_states: bool) -> None:
+        """Let what only host memory holds of blocks that fill no node come back for a sequence.
+
+        lacks_states: of states, too
+        """
         holder, blocks, state = cached.holder, list[int](), NONE
         if not any(cached.rest):
             blocks = [*chain(*self.prefixes.last_blocks(seq, cached.num_tokens))]
-        if not (isinstance(holder, Node) and states.is_ready(holder)):
+        if lacks_states:
             state = states.bring_back(seq, holder if isinstance(holder, Node) else None)
         if blocks or state != NONE:
             assert self.tier is not None

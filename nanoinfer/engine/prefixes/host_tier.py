@@ -12,7 +12,7 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import Transfers
 
-SHORT = 3 / 4  # of all blocks, or all snapshots: if nodes have so many, their content is soon to be lost
+SHORT = 3 / 4  # of all blocks, or all slots for states: if so many have content, that is soon to be lost
 
 
 class HostTier:
@@ -97,11 +97,12 @@ class HostTier:
 
         num_tokens: of the step that has just been planned
         """
-        budget = self._offload.most(num_tokens)
-        if self._states is not None and self._states.is_short(SHORT):
-            budget -= self._save_snapshots(self._states, budget)
-        if self._is_short or self._tree.num_attached >= SHORT * len(self._blocks):
-            self._save_blocks(budget)
+        most, num_filled = self._offload.most(num_tokens), 0
+        are_blocks_short = self._is_short or self._tree.num_attached >= SHORT * len(self._blocks)
+        if self._states is not None and (are_blocks_short or self._states.is_short(SHORT)):
+            num_filled = self._save_snapshots(self._states, most)
+        if are_blocks_short:
+            self._save_blocks(max(most - num_filled, -(-most // 2)))  # neither waits for the other
 
     def _save_blocks(self, most: int) -> None:
         """Plan copies of the blocks that have been full for longest."""
