@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -32,7 +33,7 @@ class StateSlots:
         self.num_slots = num_slots
         self._tree, self._size, self._grid = tree, prefix_size, grid
         self._interval = -(-SNAPSHOT_TOKENS // prefix_size) * prefix_size
-        self._most_used = max(1, int(MOST_SNAPSHOTS * num_slots))
+        self._most_used = math.ceil(MOST_SNAPSHOTS * num_slots)
         self._most_others = max(1, int(MOST_OTHERS * self._most_used))
         self._waiting = Forks(self._grid)
         self._snapshots: OrderedDict[Node, None] = OrderedDict()
