@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import test_scheduler
+import torch
 from cases import CASES, build
 from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until, whole_only
 from hypothesis import given, settings
@@ -46,7 +47,7 @@ from test_tensor_parallel import Remains
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -56,7 +57,10 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.process.host_memory import total_bytes
+from nanoinfer.runner.memory.host_blocks import HostBlocks
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.offload import Offload
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.message import ChunkStates, PrefillMessage, StepMessage, Transfers
 
 BLOCK = 4
@@ -905,6 +909,36 @@ class TestLLM:
     def test_values_that_make_no_sense(self, value: object, told: str, make_llm: Callable[..., LLM]) -> None:
         with pytest.raises(ValueError, match=told):
             make_llm(**SMALL, kv_offload_gib=value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_fill_several_slots_as_one_run_of_bytes(device: str, dtype: torch.dtype) -> None:
+    """What a step is to write goes to host memory first. Then other content comes into its place."""
+    convolution, recurrence = State(channels=6, width=3), State(channels=5, width=4, matrices=(2, 7, 3))
+    layout = lay_out([Pages(1, 2), convolution, recurrence, recurrence], 8, 8)
+    spec = StateSpec(layout, dtype, torch.float32)
+    cache = KVCacheSpec(layout, dtype, by_head=False).allocate(3, torch.device(device))
+    states = spec.allocate(4, torch.device(device))
+    for slot in range(4):
+        for part in states.parts(slot):
+            part.random_(256)
+    before = [[part.clone() for part in states.parts(slot)] for slot in range(4)]
+    assert sum(len(part) for part in before[0]) == spec.slot_bytes
+    count = -(-spec.slot_bytes // (cache.memory[:, 0].nbytes))
+    assert count > 3
+    slots = list(range(3 * count + 1))[::-1]
+    first, second, third = slots[:count], slots[count : 2 * count], slots[2 * count : 3 * count]
+    host = HostBlocks(len(slots), cache, is_lazy=False)
+    host.begin(cache, states, Transfers(saved_states=[(0, first), (1, second)]), is_awaited=False)
+    again = Transfers(restored_states=[(first, 2), (third, 1)], first=Transfers(saved_states=[(2, third)]))
+    host.begin(cache, states, again, is_awaited=True)
+    for slot, wanted in enumerate([0, 2, 0, 3]):
+        for part, own in zip(states.parts(slot), before[wanted], strict=True):
+            assert torch.equal(part, own)
+    host.begin(cache, states, Transfers(restored_states=[(second, 1)]), is_awaited=True)
+    assert all(map(torch.equal, states.parts(1), before[1]))
+    host.close()
 
 
 ON_CUDA = {**OPTIONS, "device": "cuda"}
