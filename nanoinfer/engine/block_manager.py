@@ -9,6 +9,7 @@ from itertools import chain
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.kept_states import KeptStates
 from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
@@ -53,6 +54,9 @@ class BlockManager:
         self.states = StateSlots(num_slots, self.tree, *sizes) if num_slots else None
         self.tier = None if tier is None else tier(self.tree, self.blocks, self.states)
         self.prefixes = PrefixCache(layout, self.tree, self.states, self.tier)
+        self.kept: KeptStates | None = None
+        if self.states is not None and self.tier is not None:
+            self.kept = KeptStates(layout, self.prefixes, self.states, self.tier)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
         self._copies: list[tuple[int, int]] = []  # of tails, which the next prefill step makes
@@ -143,26 +147,9 @@ class BlockManager:
                 num_shared = len(table)
                 self._extend(table, -(-len(seq) // group.block_size))
                 self._copies += zip(theirs, table[num_shared:], strict=False)
-        if start and self.states is not None:
-            self._bring_back(self.states, seq, cached, lacks_states)
+        if start and self.kept is not None:
+            self._planned += self.kept.bring_back(seq, cached, lacks_states)
         return start
-
-    def _bring_back(self, states: StateSlots, seq: Sequence, cached: CachedPrefix, lacks_states: bool) -> None:
-        """Let what only host memory holds of blocks that fill no node come back for a sequence.
-
-        lacks_states: of states, too
-        """
-        holder, blocks, state = cached.holder, list[int](), NONE
-        if not any(cached.rest):
-            blocks = [*chain(*self.prefixes.last_blocks(seq, cached.num_tokens))]
-        if lacks_states:
-            state = states.bring_back(seq, holder if isinstance(holder, Node) else None)
-        if blocks or state != NONE:
-            assert self.tier is not None
-            self.tier.restore_kept(holder, blocks, state)
-        if blocks and isinstance(holder, Node):
-            self._planned += blocks
-            self.prefixes.attach_tail(holder, seq, cached.num_tokens)
 
     def _has_room(self, seq: Sequence, cached: CachedPrefix, most_tokens: int) -> bool:
         """Whether there are blocks for a sequence that begins with what is cached; most_tokens: as for allocate."""
@@ -301,18 +288,10 @@ class BlockManager:
         return has_released
 
     def keep(self, seq: Sequence) -> None:
-        """If host memory has room, let it keep what a sequence needs to go on later, which is about to be preempted.
-
-        Its tokens are computed, but for the last. Without states, few tokens fill no node, and are computed again. So
-        are all that layers with windows have left behind.
-        """
-        if self.tier is None or self.states is None or self._has_windows:
-            return
-        position = len(seq) - 1
-        self.record(seq, position)
-        if seq.node is not None and seq.node.is_found and seq.num_nodes == position // self.prefix_size:
-            last_blocks = chain(*self.prefixes.last_blocks(seq, position))
-            self.tier.keep(seq, seq.node, [*last_blocks], chain(*self.held(seq)), seq.slot)
+        """Let host memory keep what a sequence needs to go on, which is about to be preempted: see KeptStates."""
+        if self.kept is not None:
+            self.record(seq, len(seq) - 1)
+            self.kept.keep(seq)
 
     def free(self, seq: Sequence) -> None:
         """Take back all that a sequence holds, or what host memory keeps of one that holds nothing."""
