@@ -74,26 +74,30 @@ class PrefixCache:
             elif self._states.is_fresh(node):
                 is_awaited = True
         holder: Node | Sequence = path[whole]
-        num_tokens, rest = whole * size, [list[int]() for _ in self._groups]
-        num_matched = (len(path) - 1) * size
+        num_tokens, num_matched = whole * size, (len(path) - 1) * size
+        rest = none = [list[int]() for _ in self._groups]
         if self._states is not None and self._grid < size:
             num_matched += self._num_begun(seq, path[-1], num_matched)
             if with_tails:
                 whole, tail, num_tokens, is_awaited = self._find_tail(self._states, seq, path, whole, is_awaited)
                 holder = tail or path[whole]
-                rest = rest if tail is None else self._copied_blocks(self._states, tail, num_tokens - whole * size)
+                rest = none if tail is None else self._copied_blocks(self._states, tail, num_tokens - whole * size)
         if seq.kept and seq.kept_behind is path[-1] and seq.num_reusable == len(seq) - 1:
-            whole, holder, num_tokens, is_awaited = len(path) - 1, seq, seq.num_reusable, False
-            rest = [[] for _ in self._groups]
-        nodes = path[1 : whole + 1]
-        found = CachedPrefix(path[whole], holder, num_tokens, rest, [], [], [], num_matched, is_awaited)
+            whole, holder, num_tokens, rest, is_awaited = len(path) - 1, seq, seq.num_reusable, none, False
+        tables = self._tables(path[1 : whole + 1])
+        return CachedPrefix(path[whole], holder, num_tokens, rest, *tables, num_matched, is_awaited)
+
+    def _tables(self, nodes: list[Node]) -> tuple[list[list[int]], list[int], list[tuple[Node, int]]]:
+        """Return CachedPrefix.tables, starts and lost of a prefix of these nodes."""
+        tables, starts, lost = [], [], []
+        end = len(nodes) * self._size
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
-            first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
-            places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
-            found.tables.append([node.blocks[at] for node, at in places])
-            found.starts.append(first)
-            found.lost.extend((node, at) for node, at in places if node.blocks[at] == NONE)
-        return found
+            first = 0 if group.window is None else max(0, end - group.window + 1) // group.block_size
+            places = [(nodes[column // count], place + column % count) for column in range(first, len(nodes) * count)]
+            tables.append([node.blocks[at] for node, at in places])
+            starts.append(first)
+            lost += [(node, at) for node, at in places if node.blocks[at] == NONE]
+        return tables, starts, lost
 
     def _find_tail(
         self, states: StateSlots, seq: Sequence, path: list[Node], whole: int, is_awaited: bool
