@@ -249,16 +249,17 @@ class TestHostMemory:
         assert [output.token_ids for output in outputs] == wanted
         assert sum(output.num_cached_tokens == 320 for output in outputs) >= 7
 
-    @pytest.mark.parametrize("block_size", [64, 128])
+    @pytest.mark.parametrize(("block_size", "ranks"), [(64, 1), (128, 1), *whole_only([(64, 2)])])
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.usefixtures("no_foresight")
     def test_who_is_preempted_goes_on_from_its_own_states(
-        self, name: str, block_size: int, folders: dict[str, str], make_llm: Callable[..., LLM]
+        self, name: str, block_size: int, ranks: int, folders: dict[str, str], make_llm: Callable[..., LLM]
     ) -> None:
         params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True, seed=3)
         options = {**OPTIONS, "kvcache_block_size": block_size}
         wanted = token_ids(make_llm(folders[name], **options), PROMPTS[:4], params)
-        llm = make_llm(folders[name], **options, num_kvcache_blocks=384 // block_size, kv_offload_gib=0.01)
+        tight = {"num_kvcache_blocks": 384 // block_size, "kv_offload_gib": 0.02, "tensor_parallel_size": ranks}
+        llm = make_llm(folders[name], **options, **tight)
         token_ids(llm, PROMPTS[:4], params)  # until then, host memory is not there
         llm.reset_stats()
         assert token_ids(llm, PROMPTS[:4], params) == wanted
