@@ -76,8 +76,9 @@ class Config:
     num_kvcache_blocks: the KV cache holds this many blocks of kvcache_block_size tokens, 2^31 tokens at most, or more
         tokens where some layers have windows. None: as many as the memory holds
     kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
-        of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: a
-        quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying; none on a CPU
+        of sequences that lost theirs, and of cached prefixes; and their states, where layers keep some. It is copied
+        back when it is needed. 0: none. None: a quarter of what is free, at most 32 GiB, if computing again takes three
+        times as long as copying; none on a CPU
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half"), "bfloat16", or a torch.dtype; "auto": the checkpoint's on CUDA, else float32
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An

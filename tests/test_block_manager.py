@@ -586,7 +586,7 @@ class TestStates:
         assert compute(manager, third).source == states.snapshots[8]
 
     def test_the_least_recently_used_snapshot_goes_first(self) -> None:
-        manager = BlockManager(40, alike(BLOCK), num_slots=9)  # of which two may be snapshots
+        manager = BlockManager(40, alike(BLOCK), num_slots=6)  # of which four sequences have one each
         for token in range(2):
             compute(manager, sequence([token] * 5))
         again = sequence([0] * 7)

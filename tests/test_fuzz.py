@@ -95,14 +95,13 @@ SUBJECTS = {
     "falconh1": with_states("FalconH1ForCausalLM", "falcon_h1", **FALCON),
     "lfm2": with_states("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
 }
-WITHOUT_STATES = [name for name, subject in SUBJECTS.items() if not subject.case.keeps_states]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make as many rounds as --fuzz asks for, of each model in turn. Without it, two thirds run with --whole alone."""
     total = metafunc.config.getoption("fuzz")
     counts = {"test_tokens": total // ROUND, "test_bits": total // 80, "test_beams": total // 60}
-    names = list(SUBJECTS) if metafunc.function is test_tokens else WITHOUT_STATES
+    names = list(SUBJECTS)
     rounds = [(names[i % len(names)], i // len(names)) for i in range(max(1, counts[metafunc.function.__name__]))]
     plain = math.ceil(len(rounds) / 3) if total == USUAL else len(rounds)
     metafunc.parametrize(
@@ -383,12 +382,18 @@ class Arena:
 
     @functools.cached_property
     def roomy(self) -> LLM:
-        return self.make_llm(self.folder, **self.options(16), num_kvcache_blocks=300)
+        return self.make_llm(self.folder, **self.options(max(self.least_tokens, 16)), num_kvcache_blocks=300)
 
     @functools.cached_property
     def alone(self) -> LLM:
         """An engine that computes each request's tokens one by one, and has room."""
-        return self.make_llm(self.folder, **self.options(16), num_kvcache_blocks=100, deterministic=True)
+        options = self.options(max(self.least_tokens, 16))
+        return self.make_llm(self.folder, **options, num_kvcache_blocks=100, deterministic=True)
+
+    @property
+    def least_tokens(self) -> int:
+        """How many a block and a step have at least."""
+        return 64 if self.subject.case.keeps_states else 1
 
     def options(self, block_size: int) -> dict[str, Any]:
         shape = {"max_model_len": self.subject.max_model_len, "kvcache_block_size": block_size}
@@ -448,7 +453,7 @@ def open_engine(
         monkeypatch.setattr(BlockManager, "make_tree", CollidingTree)
     slots_of_a_row = rng.choice([0.6, 4 / 3, 3])
     monkeypatch.setattr("nanoinfer.runner.memory.plan.SLOTS_OF_A_ROW", slots_of_a_row)
-    least = 64 if stage.subject.case.keeps_states else 1  # tokens in a step
+    least = stage.least_tokens
     block_size = rng.choice([16, 16, 32]) if least == 1 else rng.choice([64, 64, 128])
     drafting: dict[str, Any] = {}
     if least == 1:  # layers without a state
@@ -531,9 +536,9 @@ def test_beams(
     """The scores of beams are those that each prompt's have alone, in a cache with room, and transformers'."""
     stage, rng = arena(name), random.Random(f"beams of {name} {number}")
     options = {
-        "kvcache_block_size": 16,
+        "kvcache_block_size": max(stage.least_tokens, 16),
         "spare_blocks": rng.randrange(30),
-        "max_num_batched_tokens": rng.choice([7, 50, 1000, 1000]),
+        "max_num_batched_tokens": max(stage.least_tokens, rng.choice([7, 50, 1000, 1000])),
     }
     with open_engine(stage, rng, monkeypatch, **options) as llm:
         checker = Checker(stage.model, stage.subject.max_model_len, llm.config.description.long_from)
@@ -545,7 +550,8 @@ def test_beams(
             try:
                 outputs = llm.beam_search(prompts, params)
             except ValueError as error:
-                if "of the KV cache's" not in str(error):  # too few blocks for so many beams
+                told = str(error)  # there are too few blocks, or slots for states, for so many beams
+                if "of the KV cache's" not in told and "layers of this model keep states" not in told:
                     raise
                 continue
             assert_nothing_is_held(llm)

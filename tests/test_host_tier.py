@@ -21,19 +21,33 @@ from pathlib import Path
 
 import pytest
 import test_scheduler
+import torch
 from cases import CASES, build
 from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import invariant, precondition, rule
 from test_lifecycle import Interrupt
-from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, operate, seldom
+from test_random_blocks import (
+    AMID_BLOCKS,
+    MIXED,
+    MOST_LIVE,
+    ONLY_WINDOWS,
+    PATTERNS,
+    THREE,
+    RandomOperations,
+    Written,
+    kind_of,
+    operate,
+    seldom,
+    which_seq,
+)
 from test_scheduler import ENGINES, Content, Device, a_request, serve_random_requests
 from test_tensor_parallel import Remains
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -43,10 +57,15 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
 from nanoinfer.process.host_memory import total_bytes
+from nanoinfer.runner.memory.host_blocks import HostBlocks
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.offload import Offload
-from nanoinfer.runner.message import PrefillMessage, StepMessage, Transfers
+from nanoinfer.runner.memory.state_pool import StateSpec
+from nanoinfer.runner.message import ChunkStates, PrefillMessage, StepMessage, Transfers
 
 BLOCK = 4
+SLOTS_OF_STATES = 2  # of host memory
+MOST_OF_A_TAIL = 3  # blocks, in the layouts here
 
 
 class Room:
@@ -80,7 +99,7 @@ def with_tier(
         num_blocks,
         layout,
         num_states,
-        partial(HostTier, offload=Offload(num_slots, per_step, 0), room=room),
+        partial(HostTier, offload=Offload(num_slots, per_step, 0, SLOTS_OF_STATES), room=room),
     )
 
 
@@ -93,11 +112,16 @@ class OperationsWithHost(RandomOperations):
     def __init__(self) -> None:
         self.host: dict[int, Written | None] = {}  # what slots hold; None: nobody knows
         self.restored: list[tuple[int, int]] = []  # that the step is to copy, as planned so far
+        self.restored_rests: list[tuple[int, int]] = []  # those of them that fill no node
+        self.restored_states: set[int] = set()  # slots that get states likewise
+        self.has_rest_back = False  # the newest sequence copies no blocks of a tail
         self.newest = Transfers()  # what the newest step has copied
         self.is_lost = False  # whether the step that is being planned is never launched
         super().__init__()
         self.restore, self.append = self.manager.tier.restore, self.manager.append
+        self.restore_kept = self.manager.tier.restore_kept
         self.manager.tier.restore, self.manager.append = self.note_restored, self.append_and_launch
+        self.manager.tier.restore_kept = self.note_kept_restored
 
     def kind(self, num_blocks: int, layout: CacheLayout, num_states: int) -> BlockManager:
         return with_tier(num_blocks, layout, num_states, self.num_host_slots, self.per_step, self.manager_kind)
@@ -123,6 +147,71 @@ class OperationsWithHost(RandomOperations):
         self.blocks[block_id] = self.host[slot]
         self.restore(node, place, block_id)
 
+    def note_kept_restored(self, holder: Node | Sequence, block_ids: list[int], state: int) -> None:
+        assert not self.touched.intersection(block_ids)
+        pairs = list(zip(holder.kept, block_ids, strict=False))
+        self.restored += pairs
+        self.restored_rests += pairs
+        self.has_rest_back = bool(block_ids)
+        for slot, block_id in pairs:
+            self.blocks[block_id] = self.settled[block_id] = self.host[slot]  # others of the step may copy it
+        if state != NONE:
+            assert state not in self.read_slots | self.written_slots | self.restored_states
+            self.restored_states.add(state)
+            (self.slots[state],) = {self.host[slot] for slot in holder.kept[-SLOTS_OF_STATES:]}
+        self.restore_kept(holder, block_ids, state)
+
+    def num_copied(self, in_node: int) -> int:
+        has_rest_back, self.has_rest_back = self.has_rest_back, False
+        return 0 if has_rest_back else super().num_copied(in_node)
+
+    def compute_states(self, seq: Sequence, start: int, end: int, planned: ChunkStates) -> None:
+        assert not self.restored_states.intersection(planned.snapshots.values())
+        super().compute_states(seq, start, end, planned)
+
+    def longest_cached(self, seq: Sequence, with_fresh: bool = False, of_nodes: int | None = None) -> int:
+        """A sequence that was preempted goes on from all of its tokens, if its nodes are there."""
+        size = self.layout.prefix_size
+        if seq.kept and seq.kept_behind is not None:
+            nodes, node = [], seq.kept_behind
+            while node.parent is not None and node.is_found:
+                nodes.insert(0, node)
+                node = node.parent
+            is_root = node is self.tree.roots.get(kind_of(seq))
+            if is_root and len(nodes) == (len(seq) - 1) // size and (not nodes or self.has_blocks(nodes)):
+                return len(seq) - 1
+        return super().longest_cached(seq, with_fresh, of_nodes)
+
+    def has_snapshot(self, node: Node, with_fresh: bool) -> bool:
+        return bool(node.kept) or super().has_snapshot(node, with_fresh)
+
+    def is_whole(self, tail: Node, tokens: list[int], with_fresh: bool) -> bool:
+        return bool(tail.kept) or super().is_whole(tail, tokens, with_fresh)
+
+    @precondition(lambda self: self.live and self.states)
+    @rule(which=which_seq, token=st.integers(0, 1))
+    def preempt(self, which: int, token: int) -> None:
+        """A sequence whose newest token is known, but not computed, loses what it has."""
+        seq = self.choose(which)
+        if seq.num_scheduled < len(seq) or len(self.waiting) == MOST_LIVE:
+            return
+        self.is_planning = False
+        self.begin_step()
+        seq.token_ids.append(token)
+        held = self.blocks.copy(), self.slots.copy()
+        before = self.manager.tier._planned.first or Transfers()
+        known = len(before.saved), len(before.saved_states)
+        self.manager.keep(seq)
+        first = self.manager.tier._planned.first or Transfers()
+        for block_id, slot in first.saved[known[0] :]:
+            self.host[slot] = held[0][block_id]
+        for state, slots in first.saved_states[known[1] :]:
+            self.host.update(dict.fromkeys(slots, held[1][state]))
+        self.manager.free(seq)
+        self.live.remove(seq)
+        seq.num_scheduled = 0
+        self.waiting.append(seq)
+
     def append_and_launch(self, seq: Sequence) -> list[tuple[int, int]]:
         grown = self.append(seq)
         pairs = zip(self.layout.groups, seq.block_tables, strict=True)
@@ -133,17 +222,29 @@ class OperationsWithHost(RandomOperations):
         """Launch a step that writes these blocks. The content of blocks that it saves is that from before."""
         transfers = self.manager.take_transfers(1) or Transfers()
         assert transfers.restored == self.restored
-        assert len(transfers.saved) <= self.per_step
-        saved, slots = {block_id for block_id, _ in transfers.saved}, {slot for _, slot in transfers.saved}
-        assert len(saved) == len(slots) == len(transfers.saved)
+        at_once = MOST_OF_A_TAIL + SLOTS_OF_STATES if self.states else 1
+        most = self.per_step + (self.states is not None) * -(-self.per_step // 2) + at_once
+        assert transfers.num_saved - (transfers.first or Transfers()).num_saved < most
+        amid_blocks = {slot for node in self.tree if node.is_tail for slot in node.kept}
+        saved = {block_id for block_id, slot in transfers.saved if slot not in amid_blocks}
+        slots = {slot for _, slot in transfers.saved}
+        assert len(slots) == len(transfers.saved)
+        for state, own in transfers.saved_states:
+            assert state not in self.written_slots | self.restored_states
+            assert not slots.intersection(own)
+            slots.update(own)
+            self.host.update(dict.fromkeys(own, self.slots[state]))
         assert slots <= set(range(self.num_host_slots))
         assert not slots.intersection(slot for slot, _ in transfers.restored)
         assert not saved.intersection(written)
         assert not saved.intersection(block_id for _, block_id in transfers.restored)
-        assert not written.intersection(block_id for _, block_id in transfers.restored)
+        amid_blocks = {slot for slot, _ in self.restored_rests}  # prompts go on in these blocks
+        assert not written.intersection(block_id for slot, block_id in transfers.restored if slot not in amid_blocks)
         for block_id, slot in transfers.saved:
             self.host[slot] = self.blocks[block_id]
         self.restored, self.newest = [], transfers
+        self.restored_rests.clear()
+        self.restored_states.clear()
 
     def begin_step(self) -> None:
         self.newest = Transfers()
@@ -166,6 +267,10 @@ class OperationsWithHost(RandomOperations):
         if does:
             for _, slot in self.newest.saved:
                 self.host[slot] = None
+            for _, slots in self.newest.saved_states:
+                self.host.update(dict.fromkeys(slots))
+            self.restored_rests.clear()
+            self.restored_states.clear()
             for _, block_id in [*self.newest.restored, *self.restored]:
                 self.blocks[block_id] = None
             self.restored, self.newest = [], Transfers()
@@ -227,6 +332,28 @@ class OperationsWithHost(RandomOperations):
                         assert (written.group, written.prefix) == (number, prefix[:end])
                     place += 1
 
+    @invariant()
+    def what_is_kept_has_states_and_the_tokens_that_fill_no_node(self) -> None:
+        kept = [(node.kept, self.prefix_of(node)) for node in self.tree if node.kept]
+        kept += [(seq.kept, tuple(seq.token_ids[:-1])) for seq in self.waiting if seq.kept]
+        size = self.layout.prefix_size
+        for slots, prefix in kept:
+            rest = range(len(prefix) // size * size, len(prefix))
+            columns = [
+                (number, first, group.block_size)
+                for number, group in enumerate(self.layout.groups)
+                for first in rest[:: group.block_size]
+            ]
+            *blocks, own, same = slots
+            assert self.host[own] == self.host[same]
+            assert (self.host[own].group, self.host[own].prefix) == (NONE, prefix)
+            for slot, (number, first, block_size) in zip(blocks, columns, strict=True):
+                written, end = self.host[slot], min(first + block_size, len(prefix))
+                assert (written.group, written.prefix[:end]) == (number, prefix[:end])
+        used = [slot for slots, _ in kept for slot in slots]
+        used += [slot for node in self.tree for slot in node.copies if slot != NONE]
+        assert len(used) == len(set(used))
+
     def teardown(self) -> None:
         """Nothing has leaked: after all is forgotten, other sequences' blocks get every slot."""
         self.is_planning = False
@@ -234,7 +361,7 @@ class OperationsWithHost(RandomOperations):
         self.manager.prefixes.forget_all([])
         assert len(self.tree) == 0
         slots: set[int] = set()
-        self.manager.tier.restore = self.restore
+        self.manager.tier.restore, self.manager.tier.restore_kept = self.restore, self.restore_kept
         for first in range(2, 102):
             seq = Sequence([first] * 12 + [1], SamplingParams(), seed=0, max_model_len=1000)
             self.manager.begin_step()
@@ -243,9 +370,11 @@ class OperationsWithHost(RandomOperations):
             self.manager.plan(seq, 0, len(seq))
             transfers = self.manager.take_transfers(1) or Transfers()
             slots.update(slot for _, slot in transfers.saved)
+            slots.update(*(own for _, own in transfers.saved_states))
             self.manager.free(seq)
             if len(slots) == self.num_host_slots:
                 break
+        slots.update(self.manager.tier._slots._free)  # too few for the states that come next
         assert slots == set(range(self.num_host_slots))
 
 
@@ -259,6 +388,9 @@ MACHINES = {
     "three": {"layout": THREE, "num_blocks": 30, "num_host_slots": 50, "per_step": 8},
     "only windows": {"layout": ONLY_WINDOWS, "num_blocks": 16},
     "mixed, states": {"layout": MIXED, "num_blocks": 24, "num_slots": 5, "num_host_slots": 40},
+    "states": {"layout": alike(BLOCK), "num_slots": 6, "num_host_slots": 30},
+    "states amid blocks": {"layout": AMID_BLOCKS, "num_blocks": 30, "num_slots": 8, "num_host_slots": 60},
+    "states amid blocks, few slots": {"layout": AMID_BLOCKS, "num_blocks": 30, "num_slots": 6, "num_host_slots": 9},
     "colliding": {"layout": alike(BLOCK), "manager_kind": CollidingBlockManager},
 }
 
@@ -777,6 +909,36 @@ class TestLLM:
     def test_values_that_make_no_sense(self, value: object, told: str, make_llm: Callable[..., LLM]) -> None:
         with pytest.raises(ValueError, match=told):
             make_llm(**SMALL, kv_offload_gib=value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_fill_several_slots_as_one_run_of_bytes(device: str, dtype: torch.dtype) -> None:
+    """What a step is to write goes to host memory first. Then other content comes into its place."""
+    convolution, recurrence = State(channels=6, width=3), State(channels=5, width=4, matrices=(2, 7, 3))
+    layout = lay_out([Pages(1, 2), convolution, recurrence, recurrence], 8, 8)
+    spec = StateSpec(layout, dtype, torch.float32)
+    cache = KVCacheSpec(layout, dtype, by_head=False).allocate(3, torch.device(device))
+    states = spec.allocate(4, torch.device(device))
+    for slot in range(4):
+        for part in states.parts(slot):
+            part.random_(256)
+    before = [[part.clone() for part in states.parts(slot)] for slot in range(4)]
+    assert sum(len(part) for part in before[0]) == spec.slot_bytes
+    count = -(-spec.slot_bytes // (cache.memory[:, 0].nbytes))
+    assert count > 3
+    slots = list(range(3 * count + 1))[::-1]
+    first, second, third = slots[:count], slots[count : 2 * count], slots[2 * count : 3 * count]
+    host = HostBlocks(len(slots), cache, is_lazy=False)
+    host.begin(cache, states, Transfers(saved_states=[(0, first), (1, second)]), is_awaited=False)
+    again = Transfers(restored_states=[(first, 2), (third, 1)], first=Transfers(saved_states=[(2, third)]))
+    host.begin(cache, states, again, is_awaited=True)
+    for slot, wanted in enumerate([0, 2, 0, 3]):
+        for part, own in zip(states.parts(slot), before[wanted], strict=True):
+            assert torch.equal(part, own)
+    host.begin(cache, states, Transfers(restored_states=[(second, 1)]), is_awaited=True)
+    assert all(map(torch.equal, states.parts(1), before[1]))
+    host.close()
 
 
 ON_CUDA = {**OPTIONS, "device": "cuda"}

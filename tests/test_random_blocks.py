@@ -252,8 +252,8 @@ class RandomOperations(RuleBasedStateMachine):
     def copy_tail(self, seq: Sequence, cached: int) -> None:
         """Copy the blocks in which the sequence goes on amid a node, as the step does first of all."""
         copies = self.manager.take_copies()
-        size, in_node = self.layout.prefix_size, cached % self.layout.prefix_size
-        assert len(copies) == sum(-(-in_node // group.block_size) for group in self.layout.groups)
+        size = self.layout.prefix_size
+        assert len(copies) == self.num_copied(cached % size)
         columns = {block_id: (group, column) for group, column, block_id in self.columns(seq)}
         for block_id, copy in copies:
             group, column = columns[copy]
@@ -261,6 +261,10 @@ class RandomOperations(RuleBasedStateMachine):
             assert written is not None
             assert cached // size * size <= first < cached
             self.blocks[copy] = written
+
+    def num_copied(self, in_node: int) -> int:
+        """Return how many blocks a sequence copies that goes on behind so many tokens of a node."""
+        return sum(-(-in_node // group.block_size) for group in self.layout.groups)
 
     def check_hit(self, seq: Sequence, cached: int) -> None:
         """Check that a sequence goes on from this very prefix, and that none of it is forgotten."""
@@ -303,10 +307,13 @@ class RandomOperations(RuleBasedStateMachine):
                     return end
                 continue
             tail = self.tree.find(path[depth], seq.token_ids[depth * size : end].tobytes())
-            tokens = seq.token_ids[:end].tolist()
-            if tail and self.has_snapshot(tail, with_fresh) and self.is_there(tail, tokens, with_fresh):
+            if tail and self.is_whole(tail, seq.token_ids[:end].tolist(), with_fresh):
                 return end
         return 0
+
+    def is_whole(self, tail: Node, tokens: list[int], with_fresh: bool) -> bool:
+        """Whether a tail has states and blocks."""
+        return self.has_snapshot(tail, with_fresh) and self.is_there(tail, tokens, with_fresh)
 
     def is_there(self, tail: Node, tokens: list[int], with_fresh: bool) -> bool:
         """Whether a tail's blocks hold these tokens of a sequence. with_fresh: or the planned step fills them"""

@@ -856,6 +856,12 @@ def test_every_request_ends_with_its_own_tokens(
     assert sched.block_manager.num_free == blocks
 
 
+def test_a_follower_for_which_a_step_has_no_more_room_than_what_it_shares() -> None:
+    """Two prompts that are only scored share three tokens, and a step computes one."""
+    sched = scheduler(10, 2, 1, alike(4), None, BlockManager)
+    serve_random_requests(sched, 2, [(4, 0, False, (0, 0, 0), 2)], random.Random(0))
+
+
 def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: list[Sequence]) -> None:
     """Check that each query reads its own sequence's tokens, and that all were computed as long or all as short."""
     if isinstance(message, PrefillMessage):

@@ -185,14 +185,144 @@ class TestPrefixes:
             reset()
             assert llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)[0]["num_cached_tokens"] == 0
 
-    def test_host_memory_keeps_blocks_and_no_states(
-        self, folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    @pytest.mark.parametrize("together", [True, False])
+    @pytest.mark.parametrize("block_size", [64, 256, *whole_only([128, 512])])
+    def test_of_twenty_prompts_that_share_369_tokens_each_but_the_first_computes_its_own_and_a_chunk(
+        self, block_size: int, together: bool, folder: str, make_llm: Callable[..., LLM]
     ) -> None:
-        llm = make_llm(folder, **{**OPTIONS, "num_kvcache_blocks": 9}, kv_offload_gib=0.01)
-        others = [random_tokens(250, 20 + seed) for seed in range(4)]
+        options = {**OPTIONS, "kvcache_block_size": block_size, "max_model_len": 512, "max_num_seqs": 8}
+        llm, stem = make_llm(folder, **options), random_tokens(369, 5)
+        prompts = [[*stem, token] for token in range(20)]
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [output for batch in batches for output in llm.generate(batch, greedy(2), use_tqdm=False)]
+        computed = [len(output.prompt_token_ids) - output.num_cached_tokens for output in outputs]
+        assert computed[0] == 370
+        assert max(computed[1:]) <= 1 + CHUNK
+        assert llm.stats().num_prefill_tokens == sum(computed)
+
+    @pytest.mark.parametrize(("together", "first"), [(True, 1), (False, 2)])
+    @pytest.mark.parametrize("block_size", [64, 256])
+    def test_prompts_of_two_kinds_in_turn_part_where_those_before_did(
+        self, block_size: int, together: bool, first: int, folder: str, make_llm: Callable[..., LLM]
+    ) -> None:
+        """One by one, nobody knows of the first where others will part from it. The second computes all, and knows."""
+        options = {**OPTIONS, "kvcache_block_size": block_size, "max_num_seqs": 8}
+        llm, stems = make_llm(folder, **options), [random_tokens(150, seed) for seed in range(2)]
+        prompts = [[*stems[turn % 2], *random_tokens(70, 9 + turn)] for turn in range(12)]
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [output for batch in batches for output in llm.generate(batch, greedy(2), use_tqdm=False)]
+        computed = [len(output.prompt_token_ids) - output.num_cached_tokens for output in outputs]
+        assert computed[: 2 * first] == [220] * 2 * first
+        assert max(computed[2 * first :]) <= 70 + CHUNK
+
+
+class TestHostMemory:
+    """What the device has no room for: snapshots, and the states of those that are preempted."""
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_prompts_go_on_from_snapshots_that_the_device_has_lost(
+        self, name: str, folders: dict[str, str], expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folders[name], **OPTIONS, num_kvcache_blocks=9, max_num_seqs=8, kv_offload_gib=0.01)
+        others = [random_tokens(250, 20 + seed) for seed in range(6)]
         for _ in range(3):
-            assert token_ids(llm) == expected["qwen3.5"]
-            token_ids(llm, others)
+            assert token_ids(llm, PROMPTS[:4]) == expected[name][:4]
+            outputs = llm.generate(others, greedy(8), use_tqdm=False)
+        assert sum(output["num_cached_tokens"] == 192 for output in outputs) >= 5
+        assert llm.stats().num_restored_blocks > 0
+
+    @pytest.mark.parametrize("sleeps", [False, True])
+    def test_and_amid_blocks(self, sleeps: bool, folder: str, make_llm: Callable[..., LLM]) -> None:
+        """A tail's blocks come back with its states, and others copy them."""
+        options = {**OPTIONS, "kvcache_block_size": 256, "max_model_len": 512}
+        plain = make_llm(folder, **options)
+        llm = make_llm(folder, **options, num_kvcache_blocks=4, max_num_seqs=4, kv_offload_gib=0.01)
+        stems = [random_tokens(340, seed) for seed in range(4)]
+        prompts = [[*stem, token] for stem in stems for token in (1, 2)]
+        wanted = token_ids(plain, prompts)
+        for _ in range(2):
+            assert token_ids(llm, prompts) == wanted
+        if sleeps:
+            llm.sleep(level=1)
+            llm.wake_up()
+        outputs = [output for prompt in prompts for output in llm.generate([prompt], greedy(8), use_tqdm=False)]
+        assert [output.token_ids for output in outputs] == wanted
+        assert sum(output.num_cached_tokens == 320 for output in outputs) >= 7
+
+    @pytest.mark.parametrize(("block_size", "ranks"), [(64, 1), (128, 1), *whole_only([(64, 2)])])
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.usefixtures("no_foresight")
+    def test_who_is_preempted_goes_on_from_its_own_states(
+        self, name: str, block_size: int, ranks: int, folders: dict[str, str], make_llm: Callable[..., LLM]
+    ) -> None:
+        params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True, seed=3)
+        options = {**OPTIONS, "kvcache_block_size": block_size}
+        wanted = token_ids(make_llm(folders[name], **options), PROMPTS[:4], params)
+        tight = {"num_kvcache_blocks": 384 // block_size, "kv_offload_gib": 0.02, "tensor_parallel_size": ranks}
+        llm = make_llm(folders[name], **options, **tight)
+        token_ids(llm, PROMPTS[:4], params)  # until then, host memory is not there
+        llm.reset_stats()
+        assert token_ids(llm, PROMPTS[:4], params) == wanted
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().num_recomputed_tokens == 0
+
+    @pytest.mark.usefixtures("no_foresight")
+    def test_new_weights_leave_nothing_of_who_is_preempted(self, folder: str, make_llm: Callable[..., LLM]) -> None:
+        """It waits while weights come, and begins again with them."""
+        other = {name: weight * 1.1 for name, weight in load_file(Path(folder) / "model.safetensors").items()}
+        llm, fresh = make_llm(folder, **OPTIONS, num_kvcache_blocks=6, kv_offload_gib=0.01), make_llm(folder, **OPTIONS)
+        params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True, seed=3)
+        token_ids(llm, PROMPTS[:4], params)  # until then, host memory is not there
+        for prompt in PROMPTS[:4]:
+            llm.add_request(prompt, params)
+        outputs, waiting = [], llm.engine.scheduler.waiting
+        while not any(seq.kept for seq in waiting):
+            outputs += llm.step()
+        llm.update_weights(other)
+        assert not any(seq.kept for seq in waiting)
+        fresh.update_weights(other)
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        for output in outputs:
+            start = output.weights_versions[-1][0]
+            begun = output.prompt_token_ids + output.token_ids[:start]
+            own = SamplingParams(temperature=0.8, max_tokens=60 - start, ignore_eos=True, seed=3)
+            assert token_ids(fresh, [begun], own) == [output.token_ids[start:]]
+
+    @pytest.mark.parametrize("seed", [1, *whole_only(range(2, 8))])
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.usefixtures("no_foresight")
+    def test_tokens_are_those_of_a_plain_run(
+        self, name: str, seed: int, folders: dict[str, str], make_llm: Callable[..., LLM]
+    ) -> None:
+        """Requests come at random, in a cache that holds few of them, and begin as earlier ones do."""
+        random = Random(seed)
+        block_size = random.choice([64, 128])
+        options = {**OPTIONS, "kvcache_block_size": block_size, "max_num_seqs": random.choice([2, 3, 6])}
+        tight = {"num_kvcache_blocks": 320 // block_size + random.randrange(3), "kv_offload_gib": 0.01}
+        plain, llm = make_llm(folders[name], **OPTIONS), make_llm(folders[name], **options, **tight)
+        stems = [random_tokens(250, number) for number in range(3)]
+        prompts = [
+            random.choice(stems)[: random.randrange(200)] + random_tokens(1 + random.randrange(40), number)
+            for number in range(18)
+        ]
+        params = [
+            SamplingParams(
+                temperature=0.8, seed=number, n=random.choice([1, 1, 2, 3]), max_tokens=random.randrange(1, 50)
+            )
+            for number in range(18)
+        ]
+        ended: dict[int, list[list[int]]] = {}
+        left = list(zip(prompts, params, strict=True))
+        while left or llm.has_unfinished_requests():
+            if left and random.random() < 0.3:
+                llm.add_request(*left.pop(0))
+            for output in llm.step():
+                ended[output.request_id] = [sample.token_ids for sample in output.samples]
+        wanted = plain.generate(prompts, params, use_tqdm=False)
+        assert list(dict(sorted(ended.items())).values()) == [
+            [sample.token_ids for sample in output.samples] for output in wanted
+        ]
         assert llm.stats().num_restored_blocks > 0
 
 

@@ -9,13 +9,14 @@ from itertools import chain
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.free_blocks import FreeBlocks
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.kept_states import KeptStates
 from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
-from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, PrefixTree
+from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.message import ChunkStates, Transfers
 
-MakeTier = Callable[[PrefixTree, list[Block]], HostTier]
+MakeTier = Callable[[PrefixTree, list[Block], StateSlots | None], HostTier]
 
 
 class BlockManager:
@@ -51,8 +52,11 @@ class BlockManager:
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
         sizes = layout.prefix_size, layout.snapshot_grid
         self.states = StateSlots(num_slots, self.tree, *sizes) if num_slots else None
-        self.tier = None if tier is None else tier(self.tree, self.blocks)
+        self.tier = None if tier is None else tier(self.tree, self.blocks, self.states)
         self.prefixes = PrefixCache(layout, self.tree, self.states, self.tier)
+        self.kept: KeptStates | None = None
+        if self.states is not None and self.tier is not None:
+            self.kept = KeptStates(layout, self.prefixes, self.states, self.tier)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
         self._copies: list[tuple[int, int]] = []  # of tails, which the next prefill step makes
@@ -117,29 +121,34 @@ class BlockManager:
             return 0
         cached = self.prefixes.find(seq)
         has_room = self._has_room(seq, cached, most_tokens)
-        if not has_room and cached.tail is not None:
+        if not has_room and any(cached.rest):
             cached = self.prefixes.find(seq, with_tails=False)
             has_room = self._has_room(seq, cached, most_tokens)
         if not has_room:
             return None
-        start, from_tail = cached.num_tokens, self._tail_blocks(cached)
-        prefix = cached.node if cached.tail is None else cached.tail
+        start, holder = cached.num_tokens, cached.holder
+        prefix = holder if isinstance(holder, Node) else cached.node
+        lacks_states = self.states is not None and not (prefix is holder and self.states.is_ready(prefix))
         if self.states is not None and not self.states.take(seq, prefix, cached.num_matched):
             return None
-        for block_id in chain(*cached.tables, *from_tail):
+        for block_id in chain(*cached.tables, *cached.rest):
             if block_id != NONE:
                 self._acquire(block_id)
-        self._copied += chain(*from_tail)
+        self._copied += chain(*cached.rest)
+        if self.tier is not None and holder is not seq:
+            self.tier.lose(seq)
         seq.block_tables = [[0] * first + table for first, table in zip(cached.starts, cached.tables, strict=True)]
         if cached.lost:
             self._restore(cached, seq.block_tables)
         seq.num_released = cached.starts
         seq.node, seq.num_nodes = cached.node, start // self.prefix_size
-        for group, table, theirs in zip(self.groups, seq.block_tables, from_tail, strict=True):
+        for group, table, theirs in zip(self.groups, seq.block_tables, cached.rest, strict=True):
             if group.window is None:
                 num_shared = len(table)
                 self._extend(table, -(-len(seq) // group.block_size))
                 self._copies += zip(theirs, table[num_shared:], strict=False)
+        if start and self.kept is not None:
+            self._planned += self.kept.bring_back(seq, cached, lacks_states)
         return start
 
     def _has_room(self, seq: Sequence, cached: CachedPrefix, most_tokens: int) -> bool:
@@ -149,14 +158,8 @@ class BlockManager:
             end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
             new = -(-end // group.block_size) - first - len(table)
             needed += new if group.most_blocks is None else min(new, group.most_blocks - len(table))
-        own = [block_id for block_id in chain(*cached.tables, *self._tail_blocks(cached)) if block_id != NONE]
+        own = [block_id for block_id in chain(*cached.tables, *cached.rest) if block_id != NONE]
         return needed + sum(block_id in self.free_blocks for block_id in own) <= self.num_free
-
-    def _tail_blocks(self, cached: CachedPrefix) -> list[list[int]]:
-        """Return, for each group, the blocks that a sequence copies which begins with this."""
-        if cached.tail is None:
-            return [[] for _ in self.groups]
-        return self.prefixes.tail_blocks(cached.tail, cached.num_tokens % self.prefix_size)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the blocks that the planned prefill step copies before it runs, as (block, its copy)."""
@@ -284,8 +287,16 @@ class BlockManager:
                     seq.num_released[index], has_released = behind, True
         return has_released
 
+    def keep(self, seq: Sequence) -> None:
+        """Let host memory keep what a sequence needs to go on, which is about to be preempted: see KeptStates."""
+        if self.kept is not None:
+            self.record(seq, len(seq) - 1)
+            self.kept.keep(seq)
+
     def free(self, seq: Sequence) -> None:
-        """Take back all that a sequence holds."""
+        """Take back all that a sequence holds, or what host memory keeps of one that holds nothing."""
+        if self.tier is not None and not seq.block_tables:
+            self.tier.lose(seq)
         for table in self.held(seq):
             if self._copies:  # it has not run yet
                 self._copies = [pair for pair in self._copies if pair[1] not in table]
@@ -307,12 +318,11 @@ class BlockManager:
             self.tier.drop_newest()
         self._passed.clear()
         self._copies, self._copied = [], []
-        for block in self.blocks:
+        for block_id, block in enumerate(self.blocks):
             block.ref_count = 0
+            self.tree.detach_tails(block_id)  # what the newest step was to fill may be theirs, too
         if self.states is not None:
             self.states.clear()
-        for tail in [tail for block in self.blocks for tail in block.tails]:
-            self.tree.prune(tail)  # that an interrupt has left without a snapshot
         self.free_blocks.add_all(kept=(i for i, block in enumerate(self.blocks) if block.is_known))
 
     def forget_adapter(self, adapter: int, seqs: Iterable[Sequence]) -> None:

@@ -220,7 +220,9 @@ class Scheduler:
         while not self.decoding.has_room:
             if in_flight:
                 return False
-            self._requeue(self.admission.cheapest(self.running))
+            seq = self.admission.cheapest(self.running)
+            self.block_manager.keep(seq)
+            self._requeue(seq)
             self.admission.is_shut = True  # who has lost blocks does not push out others in turn
             self.num_preemptions += 1
         return True

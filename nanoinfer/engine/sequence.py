@@ -50,6 +50,8 @@ class Sequence:
         "finished_at",
         "first_token_at",
         "is_long",
+        "kept",
+        "kept_behind",
         "kept_tokens",
         "logprobs",
         "max_len",
@@ -143,6 +145,10 @@ class Sequence:
         self.node: Node | None = None  # of the longest recorded prefix; None: later sequences find none of its blocks
         self.num_nodes = 0  # of that prefix
         self.slot = NONE  # for states
+        # Kept by HostTier, if it was preempted: the slots of host memory with what its last blocks held, which fill
+        # no node, and with its states behind all tokens but the last; and the node before these blocks.
+        self.kept: list[int] = []
+        self.kept_behind: Node | None = None
         self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
 
     def __len__(self) -> int:

@@ -170,9 +170,9 @@ class ModelRunner:
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
             step_bytes += drawn + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
-        cache, block_bytes = self.holdings.kv_cache, self.holdings.cache_spec.block_bytes
+        sizes = self.holdings.cache_spec.block_bytes, self.holdings.state_spec.slot_bytes
         self.offload = plan_offload(
-            config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
+            config, self.holdings.kv_cache, *sizes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
         )
         return step_bytes
 
@@ -292,7 +292,8 @@ class ModelRunner:
     def _launch(self, message: StepMessage) -> Launched:
         if self.host_blocks is not None:
             is_prefill = isinstance(message, PrefillMessage)
-            self.host_blocks.begin(self.holdings.kv_cache, message.transfers, is_awaited=is_prefill)
+            memory = self.holdings.kv_cache, self.holdings.states
+            self.host_blocks.begin(*memory, message.transfers, is_awaited=is_prefill)
         self.steps.update(message)
         return self.steps.prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
 

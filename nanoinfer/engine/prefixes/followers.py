@@ -58,12 +58,13 @@ class Followers:
 
         start, end: of its first chunk, for which it has blocks; the copies hold what it has from `start` to the first
         token that it computes
-        Returns none if it has no leader, or if its own has begun otherwise, or holds too little by now.
+        Returns none if it has no leader, or if its own has begun otherwise, or holds too little by now. So it does if
+        the chunk ends with what is shared: a step without a chunk copies nothing.
         """
         leader, shared = self._leader_of.pop(seq, None), seq.num_reusable
         if leader is None or leader.node is None or leader.is_long != seq.is_long:
             return []
-        if not start < shared <= min(end, leader.num_scheduled):
+        if not start < shared < end or shared > leader.num_scheduled:
             return []
         copies = []
         for group, theirs, own, released in zip(

@@ -1,67 +1,68 @@
-"""HostTier: which blocks' content host memory holds, which is to be copied there, and which is to come back."""
+"""HostTier: which blocks' and snapshots' content is to be copied to host memory, and which is to come back."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
 
+from nanoinfer.engine.prefixes.host_slots import HostSlots, SlotMemory
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
+from nanoinfer.engine.prefixes.state_slots import StateSlots
+from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import Transfers
 
-SHORT = 3 / 4  # of all blocks: if nodes have so many, their content is soon to be lost
-
-
-class SlotMemory(Protocol):
-    """The memory of the slots."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there will be no more slots than there are."""
-        ...
-
-    def num_ready(self) -> int:
-        """Return how many slots there are by now. They never get fewer."""
-        ...
+SHORT = 3 / 4  # of all blocks, or all slots for states: if so many have content, that is soon to be lost
 
 
 class HostTier:
     """A second place for what nodes know: slots of host memory, each for the content of a block.
 
-    A full block's content changes no more. So it is copied beside some later step, long before the block is handed out.
-    A sequence that needs the content gets a block, into which it is copied back. The copy in host memory stays. The
-    least recently used one goes when a slot is needed.
+    A full block's content changes no more, nor does a snapshot, which takes several slots. So it is copied beside some
+    later step, long before the block is handed out. A sequence that needs the content gets a block, into which it is
+    copied back. The copy in host memory stays. The least recently used one goes when a slot is needed.
+
+    Others get the blocks and the states of a sequence that is preempted with the very next step. So that step waits
+    until they are copied.
     """
 
-    def __init__(self, tree: PrefixTree, blocks: list[Block], offload: Offload, room: SlotMemory) -> None:
-        self._tree, self._blocks, self._offload, self._room = tree, blocks, offload, room
-        self._used: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # what slots hold: a node, and the place in it
-        self._free: list[int] = []
-        self._num_slots = 0  # that have been in use, or are free
+    def __init__(
+        self, tree: PrefixTree, blocks: list[Block], states: StateSlots | None, offload: Offload, room: SlotMemory
+    ) -> None:
+        self._tree, self._blocks, self._states, self._offload = tree, blocks, states, offload
+        self._slots = HostSlots(tree, room)
         self._fresh: OrderedDict[int, None] = OrderedDict()  # blocks that are full when the newest step has run
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # blocks that were full before, the first of them first
         self._is_short = False  # content has been lost
         self._planned = Transfers()
-        self._newest: list[int] = []  # slots that get their content with the newest step
 
     @property
     def is_restoring(self) -> bool:
         """Whether content is to come back with the next step."""
-        return bool(self._planned.restored)
+        return self._planned.num_restored > 0
 
     def begin_step(self) -> None:
         """Begin to plan a step. All steps before have been launched."""
-        self._newest.clear()
+        self._slots.begin_step()
         self._unsaved.update(self._fresh)
         self._fresh.clear()
 
     def restore(self, node: Node, place: int, block_id: int) -> None:
         """Let the content of a node's block come back into another block, which becomes the node's."""
-        slot = node.copies[place]
-        self._used.move_to_end(slot)
+        (slot,) = self._slots.use(node, place)
         self._tree.attach(block_id, node, place)
         self._planned.restored.append((slot, block_id))
+
+    def restore_kept(self, holder: Node | Sequence, block_ids: list[int], state: int) -> None:
+        """Let come back what is kept of a holder.
+
+        block_ids: get what its last blocks held, which fill no node; none: nobody needs that
+        state: the slot that gets the states; NONE: nobody needs them
+        """
+        slots = self._slots.use(holder, NONE)
+        self._planned.restored += zip(slots, block_ids, strict=False)
+        if state != NONE:
+            self._planned.restored_states.append((slots[-self._offload.slots_of_states :], state))
 
     def note_filled(self, block_ids: Iterable[int]) -> None:
         """Note blocks that have become nodes', which steps fill that have been planned so far."""
@@ -73,75 +74,111 @@ class HostTier:
         self._fresh.pop(block_id, None)
         self._unsaved.pop(block_id, None)
 
+    def keep(self, seq: Sequence, node: Node, last_blocks: list[int], others: Iterable[int], state: int) -> None:
+        """Keep what a sequence has left, before the planned step runs, so that it can go on from there.
+
+        node: of the longest prefix that fills nodes; last_blocks: have the tokens behind it; others: those before
+        state: the slot of its states
+        """
+        transfers = self._planned.first or Transfers()
+        if not self._save_states(seq, last_blocks, state, transfers):
+            return
+        self._planned.first, seq.kept_behind = transfers, node
+        for block_id in others:
+            if self._is_unsaved(block_id) and not self._save_block(block_id, transfers):
+                return
+
+    def lose(self, seq: Sequence) -> None:
+        """Keep nothing of a sequence any longer."""
+        self._slots.drop(seq, NONE)
+
     def save(self, num_tokens: int) -> None:
-        """If blocks are short, plan copies of those that have been full for longest, which no step writes to any more.
+        """If blocks or snapshots are short, plan copies of those to which no step writes any more.
 
         num_tokens: of the step that has just been planned
         """
-        if not self._is_short and self._tree.num_attached < SHORT * len(self._blocks):
-            return
-        for _ in range(min(self._offload.most(num_tokens), len(self._unsaved))):
+        most, num_filled = self._offload.most(num_tokens), 0
+        are_blocks_short = self._is_short or self._tree.num_attached >= SHORT * len(self._blocks)
+        if self._states is not None and (are_blocks_short or self._states.is_short(SHORT)):
+            num_filled = self._save_snapshots(self._states, most)
+        if are_blocks_short:
+            self._save_blocks(max(most - num_filled, -(-most // 2)))  # neither waits for the other
+
+    def _save_blocks(self, most: int) -> None:
+        """Plan copies of the blocks that have been full for longest."""
+        for _ in range(min(most, len(self._unsaved))):
             block_id = next(iter(self._unsaved))
-            block = self._blocks[block_id]
-            if block.node is None or block.node.copies[block.place] != NONE:
-                del self._unsaved[block_id]
-                continue
-            slot = self._find()
-            if slot == NONE:
+            if self._is_unsaved(block_id) and not self._save_block(block_id, self._planned):
                 return
             del self._unsaved[block_id]
-            self._newest.append(slot)  # first, as an interrupt may come
-            self._used[slot] = block.node, block.place
-            block.node.copies[block.place] = slot
-            self._planned.saved.append((block_id, slot))
+
+    def _is_unsaved(self, block_id: int) -> bool:
+        block = self._blocks[block_id]
+        return block.node is not None and block.node.copies[block.place] == NONE
+
+    def _save_block(self, block_id: int, transfers: Transfers) -> bool:
+        """Plan a copy of a node's block; returns whether there is a slot for it."""
+        block = self._blocks[block_id]
+        assert block.node is not None
+        slots = self._slots.hold(block.node, block.place, 1)
+        transfers.saved += [(block_id, slot) for slot in slots]
+        return bool(slots)
+
+    def _save_snapshots(self, states: StateSlots, most: int) -> int:
+        """Plan copies of the oldest snapshots; returns how many slots they fill, `most` or a little more.
+
+        What a tail needs of its blocks is copied, too. Others may get their last tokens meanwhile.
+        """
+        num_filled = 0
+        for node in states.unsaved():
+            if num_filled >= most:
+                break
+            blocks = [block_id for block_id in node.blocks if node.is_tail and block_id != NONE]
+            if node.is_tail and not blocks:
+                continue
+            count = self._save_states(node, blocks, node.snapshot, self._planned)
+            if not count:
+                break
+            num_filled += count
+            states.note_saved(node)
+        return num_filled
+
+    def _save_states(self, holder: Node | Sequence, block_ids: list[int], state: int, transfers: Transfers) -> int:
+        """Plan copies of states, and of the blocks before them; returns how many slots they fill, 0 if too few do."""
+        slots = self._slots.hold(holder, NONE, len(block_ids) + self._offload.slots_of_states)
+        if slots:
+            transfers.saved += zip(block_ids, slots, strict=False)
+            transfers.saved_states.append((state, slots[len(block_ids) :]))
+        return len(slots)
 
     def take(self) -> Transfers | None:
         """Return what is planned, for the message of the step; None: nothing is."""
         planned = self._planned
-        if not (planned.saved or planned.restored):
+        if not (planned.num_saved or planned.num_restored):
             return None
         self._planned = Transfers()
+        self._slots.launch()
         return planned
 
     def drop_newest(self) -> None:
-        """Forget what is planned, and what the newest step was to copy: it may not have been launched."""
-        unknown = {*self._newest, *(slot for _, slot in self._planned.saved)}
+        """Forget what is planned, what the newest step was to copy, which may not have run, and all sequences."""
         self._planned = Transfers()
-        for slot in unknown.intersection(self._used):
-            self._free.append(self._drop(slot))
-        self._newest.clear()
+        self._slots.drop_unknown()
+        self._slots.drop_sequences()
         self._fresh.clear()
 
     def drop(self, node: Node) -> None:
         """Forget a node's content, except what comes back with the next step."""
-        restored = {slot for slot, _ in self._planned.restored}
-        for slot in node.copies:
-            if slot != NONE and slot not in restored:
-                self._free.append(self._drop(slot))
+        for place in (*range(len(node.copies)), NONE):
+            self._slots.drop(node, place)
+
+    def drop_sequences(self, adapter: int) -> None:
+        """Keep nothing any longer of sequences with the adapter in a slot."""
+        self._slots.drop_sequences(adapter)
 
     def clear(self) -> None:
         """Forget all content."""
-        for slot in list(self._used):
-            self._free.append(self._drop(slot))
         self._planned = Transfers()
-        for blocks in (self._newest, self._fresh, self._unsaved):
-            blocks.clear()
-
-    def _find(self) -> int:
-        """Return a slot for new content; NONE: there is none now. None is emptied as long as more are to come."""
-        if self._free:
-            return self._free.pop()
-        if self._num_slots < self._room.num_ready():
-            self._num_slots += 1
-            return self._num_slots - 1
-        if not self._room.is_whole:
-            return NONE
-        taken = {*self._newest, *(slot for slot, _ in self._planned.restored)}  # by the planned step
-        oldest = next((slot for slot in self._used if slot not in taken), NONE)
-        return oldest if oldest == NONE else self._drop(oldest)
-
-    def _drop(self, slot: int) -> int:
-        node, place = self._used.pop(slot)
-        node.copies[place] = NONE
-        self._tree.prune(node)
-        return slot
+        self._slots.clear()
+        self._fresh.clear()
+        self._unsaved.clear()

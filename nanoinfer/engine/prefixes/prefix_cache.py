@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -18,17 +18,20 @@ class CachedPrefix:
     """What the cache holds of a sequence's first tokens.
 
     node: that of the prefix, or of the most of it that fills a node; num_tokens: of the prefix
-    tail: the rest of it, which fills no node, and whose blocks have to be copied; None: there is no rest
-    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on; NONE where
-        only host memory has the content
+    holder: has the states behind it: that node, a tail behind that, or the sequence itself, which was preempted
+    rest: for each group, the blocks whose first tokens are the last ones, which fill no node: they have to be copied;
+        none, if there are no such tokens, or their content has to come back from host memory
+    tables: for each group, the blocks that queries behind the node see, from column starts[group] on; NONE where only
+        host memory has the content
     lost: for each of these, in order: the node and the place in it
     num_matched: tokens of the longest prefix that others have computed; what they left of it may not be enough
     is_awaited: with the snapshot that the planned step takes, a longer prefix could be shared
     """
 
     node: Node
-    tail: Node | None
+    holder: Node | Sequence
     num_tokens: int
+    rest: list[list[int]]
     tables: list[list[int]]
     starts: list[int]
     lost: list[tuple[Node, int]]
@@ -66,25 +69,35 @@ class PrefixCache:
             path.append(node)
             if not self._has_windows_whole(runs, start + size):
                 continue
-            if self._states is None or self._states.is_ready(node):
+            if self._states is None or self._states.is_ready(node) or node.kept:
                 whole, is_awaited = len(path) - 1, False
             elif self._states.is_fresh(node):
                 is_awaited = True
-        tail, num_tokens = None, whole * size
-        num_matched = (len(path) - 1) * size
+        holder: Node | Sequence = path[whole]
+        num_tokens, num_matched = whole * size, (len(path) - 1) * size
+        rest = none = [list[int]() for _ in self._groups]
         if self._states is not None and self._grid < size:
-            num_matched += self._num_alike(seq, path[-1], num_matched)
+            num_matched += self._num_begun(seq, path[-1], num_matched)
             if with_tails:
                 whole, tail, num_tokens, is_awaited = self._find_tail(self._states, seq, path, whole, is_awaited)
-        nodes = path[1 : whole + 1]
-        found = CachedPrefix(path[whole], tail, num_tokens, [], [], [], num_matched, is_awaited)
+                holder = tail or path[whole]
+                rest = none if tail is None else self._copied_blocks(self._states, tail, num_tokens - whole * size)
+        if seq.kept and seq.kept_behind is path[-1] and seq.num_reusable == len(seq) - 1:
+            whole, holder, num_tokens, rest, is_awaited = len(path) - 1, seq, seq.num_reusable, none, False
+        tables = self._tables(path[1 : whole + 1])
+        return CachedPrefix(path[whole], holder, num_tokens, rest, *tables, num_matched, is_awaited)
+
+    def _tables(self, nodes: list[Node]) -> tuple[list[list[int]], list[int], list[tuple[Node, int]]]:
+        """Return CachedPrefix.tables, starts and lost of a prefix of these nodes."""
+        tables, starts, lost = [], [], []
+        end = len(nodes) * self._size
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
-            first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
-            places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
-            found.tables.append([node.blocks[at] for node, at in places])
-            found.starts.append(first)
-            found.lost.extend((node, at) for node, at in places if node.blocks[at] == NONE)
-        return found
+            first = 0 if group.window is None else max(0, end - group.window + 1) // group.block_size
+            places = [(nodes[column // count], place + column % count) for column in range(first, len(nodes) * count)]
+            tables.append([node.blocks[at] for node, at in places])
+            starts.append(first)
+            lost += [(node, at) for node, at in places if node.blocks[at] == NONE]
+        return tables, starts, lost
 
     def _find_tail(
         self, states: StateSlots, seq: Sequence, path: list[Node], whole: int, is_awaited: bool
@@ -99,22 +112,37 @@ class PrefixCache:
             last = min(begin + self._size - self._grid, seq.num_reusable // self._grid * self._grid)
             for end in range(last, begin, -self._grid):
                 tail = self.tree.find(path[depth], seq.content(begin, end))
-                if tail is None or NONE in chain(*self.tail_blocks(tail, end - begin)):
+                if tail is None:
                     continue
-                if states.is_ready(tail):
+                has_blocks = NONE not in chain(*self._tail_blocks(tail, end - begin))
+                if tail.kept or (has_blocks and states.is_ready(tail)):
                     return depth, tail, end, is_awaited
-                is_awaited = is_awaited or states.is_fresh(tail)
+                is_awaited = is_awaited or (has_blocks and states.is_fresh(tail))
         return whole, None, whole * self._size, is_awaited
 
-    def _num_alike(self, seq: Sequence, node: Node, begin: int) -> int:
-        """Return how many tokens from `begin` on, a multiple of the grid, the newest child of a node has, too."""
-        end = min(begin + self._size, seq.num_reusable)
-        if end <= begin:
-            return 0
-        num_bytes = self.tree.num_alike(node, seq.content(begin, end))
-        return min(num_bytes // seq.token_ids.itemsize, end - begin) // self._grid * self._grid
+    def _num_begun(self, seq: Sequence, node: Node, begin: int) -> int:
+        """Return how many tokens behind a node, a multiple of the grid, other prefixes have, too; they fill no node."""
+        ends = range(begin + self._grid, min(begin + self._size, seq.num_reusable + 1), self._grid)
+        begun = takewhile(lambda end: self.tree.has_begun(node, seq.content(begin, end)), ends)
+        return self._grid * sum(1 for _ in begun)
 
-    def tail_blocks(self, tail: Node, num_tokens: int) -> list[list[int]]:
+    def _child(self, node: Node, seq: Sequence, begin: int, end: int) -> Node:
+        """Return the node of some tokens of a sequence behind a node; fewer than fill a node are a tail."""
+        is_tail = end - begin < self._size
+        child = self.tree.child(node, seq.content(begin, end), is_tail)
+        if self._states is not None and not child.beginnings:
+            ends = range(begin + self._grid, end + is_tail, self._grid)
+            self.tree.note_beginnings(child, [seq.content(begin, own) for own in ends])
+        return child
+
+    def _copied_blocks(self, states: StateSlots, tail: Node, num_tokens: int) -> list[list[int]]:
+        """Return CachedPrefix.rest for a prefix that ends with a tail. num_tokens: of the tail"""
+        blocks = self._tail_blocks(tail, num_tokens)
+        if states.is_delayed(tail) or NONE in chain(*blocks):
+            return [[] for _ in self._groups]
+        return blocks
+
+    def _tail_blocks(self, tail: Node, num_tokens: int) -> list[list[int]]:
         """Return, for each group, the blocks that hold a tail's tokens. num_tokens: of the tail"""
         return [
             tail.blocks[place : place + -(-num_tokens // group.block_size)]
@@ -134,16 +162,27 @@ class PrefixCache:
         if node is None or not node.is_found or position % size == 0:
             return node
         begin = position // size * size
-        tail = self.tree.child(node, seq.content(begin, position), is_tail=True)
-        if tail.snapshot == NONE or NONE in chain(*self.tail_blocks(tail, position - begin)):
+        tail = self._child(node, seq, begin, position)
+        if tail.snapshot == NONE or NONE in chain(*self._tail_blocks(tail, position - begin)):
             assert self._states is not None
             self._states.delay(tail)  # first: the planned step fills these blocks
-            blocks = [NONE] * len(tail.blocks)
-            for group, table, place in zip(self._groups, seq.block_tables, self._places, strict=True):
-                own = table[begin // group.block_size : -(-position // group.block_size)]
-                blocks[place : place + len(own)] = own
-            self.tree.attach_tail(tail, blocks)
+            self.attach_tail(tail, seq, position)
         return tail
+
+    def attach_tail(self, tail: Node, seq: Sequence, position: int) -> None:
+        """Let a sequence's blocks be those of the tail of its tokens up to a position."""
+        blocks = [NONE] * len(tail.blocks)
+        for place, own in zip(self._places, self.last_blocks(seq, position), strict=True):
+            blocks[place : place + len(own)] = own
+        self.tree.attach_tail(tail, blocks)
+
+    def last_blocks(self, seq: Sequence, position: int) -> list[list[int]]:
+        """Return, for each group, a sequence's blocks of those of its tokens up to a position that fill no node."""
+        begin = position // self._size * self._size
+        return [
+            table[begin // group.block_size : -(-position // group.block_size)]
+            for group, table in zip(self._groups, seq.block_tables, strict=True)
+        ]
 
     def _follow(self, node: Node, runs: list[int], end: int) -> bool:
         """Count in a node's blocks, and host memory's; returns whether a prefix from this node on may be whole."""
@@ -170,7 +209,7 @@ class PrefixCache:
         size, node, tree, num_known = self._size, seq.node, self.tree, len(attached)
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
             index, before = seq.num_nodes, len(attached)
-            node = seq.node = tree.child(node, seq.content(index * size, (index + 1) * size))
+            node = seq.node = self._child(node, seq, index * size, (index + 1) * size)
             place = 0
             for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
                 for column in range(index * count, (index + 1) * count):
@@ -205,6 +244,8 @@ class PrefixCache:
         """
         for seq in seqs:
             seq.node = None
+        if self._tier is not None:
+            self._tier.drop_sequences(adapter)
         nodes = self.tree.uproot(adapter)
         for node in nodes:
             if self._tier is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import count
 from operator import attrgetter
 
-import numpy as np
 from xxhash import xxh64_intdigest
 
 NONE = -1  # in place of a block
@@ -47,17 +47,19 @@ class Node:
     blocks: those that hold the node's own tokens, one group's after another's; NONE where a block is lost
     copies: likewise, the slots of host memory that hold the content of such blocks (see HostTier)
     snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
-    newest: the content of its newest child, but for tails that are parts of that
+    kept: the slots of host memory that hold these states; of a tail, those with its blocks' content come first
+    beginnings: hashes of its parent's serial and some of its first tokens (see PrefixTree.begun)
     """
 
     __slots__ = (
+        "beginnings",
         "blocks",
         "content",
         "copies",
         "digest",
         "is_found",
         "is_tail",
-        "newest",
+        "kept",
         "num_children",
         "parent",
         "serial",
@@ -69,17 +71,20 @@ class Node:
         self.blocks = [NONE] * num_blocks
         self.copies = [NONE] * num_blocks
         self.snapshot = NONE
+        self.kept: list[int] = []
         self.num_children = 0
         self.is_found = True  # by a lookup
         self.is_tail = False
-        self.newest = b""
+        self.beginnings: list[int] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing, and leads to no other node; of a tail, whether it has no snapshot."""
+        """Whether it has nothing, and leads to no other node; of a tail, whether it has no states."""
+        if self.snapshot != NONE or self.kept:
+            return False
         if self.is_tail:
-            return self.snapshot == NONE
-        if self.num_children or self.snapshot != NONE:
+            return True
+        if self.num_children:
             return False
         return all(block == NONE for block in self.blocks) and all(slot == NONE for slot in self.copies)
 
@@ -90,6 +95,8 @@ class PrefixTree:
     roots: by the adapter's slot, and by whether the sequence is long (see Scheduler): others' keys differ
     by_hash: hash of a content -> the node that a lookup of the content finds
     collided: content whose hash leads to another content's node -> its own node
+    begun: hash of a content -> how many nodes' contents begin with it, of those that others may part amid. Two that are
+        equal by chance cost a snapshot that is taken in vain
     """
 
     _hash = staticmethod(xxh64_intdigest)
@@ -101,6 +108,7 @@ class PrefixTree:
         self.roots: dict[tuple[int, bool], Node] = {}
         self.by_hash: dict[int, Node] = {}
         self.collided: dict[bytes, Node] = {}
+        self.begun: Counter[int] = Counter()
         self.num_attached = 0  # blocks that are nodes'
 
     def __iter__(self) -> Iterator[Node]:
@@ -145,13 +153,15 @@ class PrefixTree:
             return node
         return self.collided.get(content) if self.collided else None
 
-    def num_alike(self, parent: Node, tokens: bytes) -> int:
-        """Return how many first bytes of these are those of the parent's newest child."""
-        theirs = np.frombuffer(parent.newest, np.uint8)[len(_content(parent, b"")) :]
-        ours = np.frombuffer(tokens, np.uint8)
-        size = min(len(theirs), len(ours))
-        differs = theirs[:size] != ours[:size]
-        return int(differs.argmax()) if differs.any() else size
+    def has_begun(self, parent: Node, tokens: bytes) -> bool:
+        """Whether some node behind a parent begins with these tokens, as far as note_beginnings has told."""
+        return self.begun[self._hash(_content(parent, tokens))] > 0
+
+    def note_beginnings(self, node: Node, beginnings: Iterable[bytes]) -> None:
+        """Note first tokens of a node, amid which others may part from it. It has none yet."""
+        assert node.parent is not None
+        node.beginnings = [self._hash(_content(node.parent, tokens)) for tokens in beginnings]
+        self.begun.update(node.beginnings)
 
     def child(self, parent: Node, tokens: bytes, is_tail: bool = False) -> Node:
         """Return the node of these tokens behind its parent, which is made if there is none.
@@ -165,8 +175,6 @@ class PrefixTree:
             node = Node(parent, next(self._serials), content, digest, self._num_places)
             node.is_tail = is_tail
             parent.num_children += 1
-            if not parent.newest.startswith(content):
-                parent.newest = content
             if self.by_hash.setdefault(digest, node) is not node:
                 self.collided[content] = node
         return node
@@ -191,17 +199,24 @@ class PrefixTree:
         tail.blocks = blocks
 
     def _leave_blocks(self, tail: Node) -> None:
-        for block_id in tail.blocks:
+        """Let a tail have no block: it needs all of them."""
+        blocks, tail.blocks = tail.blocks, [NONE] * len(tail.blocks)  # first, as an interrupt may come
+        for block_id in blocks:
             if block_id != NONE and tail in self._blocks[block_id].tails:
                 self._blocks[block_id].tails.remove(tail)
+
+    def detach_tails(self, block_id: int) -> None:
+        """Let a block be no tail's."""
+        block = self._blocks[block_id]
+        while block.tails:
+            tail = block.tails.pop()
+            self._leave_blocks(tail)
+            self.prune(tail)
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
         block = self._blocks[block_id]
-        while block.tails:
-            tail = block.tails.pop()
-            tail.blocks = [NONE if own == block_id else own for own in tail.blocks]
-            self.prune(tail)
+        self.detach_tails(block_id)
         if (node := block.node) is not None:
             block.node = None
             node.blocks[block.place] = NONE
@@ -239,6 +254,10 @@ class PrefixTree:
         else:
             del self.collided[node.content]
         parent.num_children -= 1
+        for digest in node.beginnings:
+            self.begun[digest] -= 1
+            if self.begun[digest] <= 0:
+                del self.begun[digest]
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -252,6 +271,7 @@ class PrefixTree:
         self.num_attached = 0
         self.by_hash.clear()
         self.collided.clear()
+        self.begun.clear()
 
 
 def _content(parent: Node, tokens: bytes) -> bytes:

@@ -25,7 +25,8 @@ class Stats:
     num_preemptions: how often a sequence lost its blocks of the KV cache to others
     num_recomputed_tokens: tokens that were computed again, after a preemption or for new weights; those of prompts
         without a first token do not count
-    num_saved_blocks: blocks of the KV cache whose content was copied to host memory
+    num_saved_blocks: blocks of the KV cache whose content was copied to host memory; states, and snapshots of them,
+        count as the blocks that they fill there
     num_restored_blocks: blocks whose content was copied back, so that nobody computed it again
     num_prefill_steps: steps that computed prompts, parts of them, or tokens again
     num_prefill_tokens: tokens that the model computed in these steps

@@ -80,7 +80,7 @@ class StepResult:
     num_cached_tokens: int = 0  # those of them that came from the KV cache
     num_recomputed_tokens: int = 0  # that had been computed before their sequences lost their blocks
     num_preemptions: int = 0  # just before the step
-    num_saved_blocks: int = 0  # copied to host memory beside the step
+    num_saved_blocks: int = 0  # copied to host memory beside the step; states count as the blocks that they fill there
     num_restored_blocks: int = 0  # copied back
     num_proposed_tokens: int = 0  # guesses that were verified
     num_accepted_tokens: int = 0  # tokens among num_decode_tokens that had been guessed
@@ -89,7 +89,7 @@ class StepResult:
     def note_transfers(self, transfers: Transfers | None) -> None:
         """Note what is copied beside the step."""
         if transfers is not None:
-            self.num_saved_blocks, self.num_restored_blocks = len(transfers.saved), len(transfers.restored)
+            self.num_saved_blocks, self.num_restored_blocks = transfers.num_saved, transfers.num_restored
 
 
 def planned(step: Step, now: float) -> StepResult:

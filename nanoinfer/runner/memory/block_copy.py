@@ -1,8 +1,9 @@
-"""Copies of a block between the device's memory, where it has slices, and host memory: by DMA, with one call."""
+"""Copies between the device's memory and host memory: of a block, which has slices there, by DMA, with one call."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,6 +26,22 @@ def copy_block(target: Tensor, source: Tensor) -> None:
     slices, num_bytes = source.shape
     copy = _Copy2D(source=_End.of(source), target=_End.of(target), width=num_bytes, height=slices)
     call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+
+def pair_parts(vectors: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut vectors and blocks, each read as one run of bytes, where either ends; yields the parts at equal places.
+
+    vectors: uint8; blocks: contiguous, of any dtype, with as many bytes at least
+    """
+    rest = torch.empty(0, dtype=torch.uint8)
+    others = iter(blocks)
+    for vector in vectors:
+        while len(vector):
+            if not len(rest):
+                rest = next(others).view(-1).view(torch.uint8)
+            size = min(len(vector), len(rest))
+            yield vector[:size], rest[:size]
+            vector, rest = vector[size:], rest[size:]
 
 
 class _End(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""HostBlocks: one rank's room in host memory for blocks of the KV cache, and the copies there and back."""
+"""HostBlocks: one rank's room in host memory for the content of blocks, and for states; the copies there and back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.process.host_memory import free_bytes, pages
-from nanoinfer.runner.memory.block_copy import copy_block
+from nanoinfer.runner.memory.block_copy import copy_block, pair_parts
 from nanoinfer.runner.memory.kv_cache import KVCache
+from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import Transfers
 
 CHUNK_BYTES = 128 << 20  # that are pinned at once: it takes milliseconds, in which no kernel may be launched
@@ -23,6 +24,8 @@ log = logging.getLogger("nanoinfer")
 
 class HostBlocks:
     """Slots for the content of blocks, pinned as they are needed. Copies run on a stream of their own, beside a step.
+
+    The states of a sequence fill several slots, as one run of bytes.
 
     num_slots: as many as there can be
     """
@@ -60,36 +63,45 @@ class HostBlocks:
         self._want(len(self._chunks) + max(CHUNKS_AHEAD, len(self._chunks)))
         return min(len(self._chunks) * self._per_chunk, self.num_slots)
 
-    def begin(self, kv_cache: KVCache, transfers: Transfers | None, is_awaited: bool) -> None:
+    def begin(self, kv_cache: KVCache, states: StatePool, transfers: Transfers | None, is_awaited: bool) -> None:
         """Launch the copies of a step, before the step itself. It waits for those of the steps before.
 
         is_awaited: the step reads what is restored, and waits for that, too
         """
+        memory = kv_cache, states
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
         if transfers is None:
             return
+        if transfers.first is not None:
+            self._save(*memory, transfers.first)
         if self._stream is None:
-            self._restore(kv_cache, transfers)
-            self._save(kv_cache, transfers)
+            self._restore(*memory, transfers)
+            self._save(*memory, transfers)
             return
         step = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(step)
         with torch.cuda.stream(self._stream):
-            self._restore(kv_cache, transfers)
-            if is_awaited and transfers.restored:
+            self._restore(*memory, transfers)
+            if is_awaited and (transfers.restored or transfers.restored_states):
                 step.wait_event(self._stream.record_event())
-            self._save(kv_cache, transfers)
+            self._save(*memory, transfers)
             self._copied = self._stream.record_event()
 
-    def _restore(self, kv_cache: KVCache, transfers: Transfers) -> None:
+    def _restore(self, kv_cache: KVCache, states: StatePool, transfers: Transfers) -> None:
         for slot, block_id in transfers.restored:
             copy_block(kv_cache.memory[:, block_id], self._slot(slot))
+        for slots, state in transfers.restored_states:
+            for part, own in pair_parts(states.parts(state), map(self._slot, slots)):
+                part.copy_(own, non_blocking=True)
 
-    def _save(self, kv_cache: KVCache, transfers: Transfers) -> None:
+    def _save(self, kv_cache: KVCache, states: StatePool, transfers: Transfers) -> None:
         for block_id, slot in transfers.saved:
             copy_block(self._slot(slot), kv_cache.memory[:, block_id])
+        for state, slots in transfers.saved_states:
+            for part, own in pair_parts(states.parts(state), map(self._slot, slots)):
+                own.copy_(part, non_blocking=True)
 
     def _slot(self, slot: int) -> Tensor:
         """Return a slot's memory. If it is not there yet, rank 0 was faster: wait for the thread."""

@@ -13,6 +13,7 @@ from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.runner.memory.kv_cache import KVCache
+from nanoinfer.runner.memory.plan import MEAN_TOKENS
 
 MOST_BYTES = 32 << 30  # of host memory, for the whole LLM, if nobody says how much
 SHARE_OF_FREE = 1 / 4  # likewise
@@ -32,11 +33,13 @@ class Offload:
     slots: so many blocks it may hold, of each rank
     blocks_per_step: may be copied with any step, and is done by its end
     blocks_per_token: likewise, with each token that the step computes
+    slots_of_states: the states of a sequence take the slots of so many blocks
     """
 
     slots: int
     blocks_per_step: int
     blocks_per_token: float
+    slots_of_states: int = 0
 
     def most(self, num_tokens: int) -> int:
         """Return how many blocks may be copied with a step of so many tokens."""
@@ -44,10 +47,16 @@ class Offload:
 
 
 def plan_offload(
-    config: Config, kv_cache: KVCache, block_bytes: int, tp: TensorParallel, prefill: Callable[[int], object]
+    config: Config,
+    kv_cache: KVCache,
+    block_bytes: int,
+    state_bytes: int,
+    tp: TensorParallel,
+    prefill: Callable[[int], object],
 ) -> Offload | None:
     """Decide what host memory is to hold; None: nothing. All ranks decide alike.
 
+    block_bytes, state_bytes: of a block, and of the states of a sequence, on this rank
     prefill: computes a prompt of so many tokens
     Raises ValueError if `kv_offload_gib` holds no block.
     """
@@ -62,16 +71,18 @@ def plan_offload(
             f"kv_offload_gib={asked:g}: holds no block of {block_bytes / 2**20:,.2f} MiB for each rank; raise it, or"
             " set it to 0"
         )
+    slots_of_states = -(-state_bytes // block_bytes)
     if device.type == "cpu":
-        return Offload(slots, BLOCKS_ON_CPU, 0)
+        return Offload(slots, BLOCKS_ON_CPU, 0, slots_of_states)
     to_copy = _seconds_to_copy(kv_cache)
     to_compute = _seconds_of_a_token(config, prefill, device)
-    blocks, tokens = sum(config.cache_layout.counts), config.cache_layout.prefix_size
-    pays = tp.min(LEAST_GAIN * 2 * blocks * to_copy < tokens * to_compute, device)  # there and back
+    layout = config.cache_layout
+    slots_of_a_prompt = sum(layout.counts) * MEAN_TOKENS / layout.prefix_size + slots_of_states
+    pays = tp.min(LEAST_GAIN * 2 * slots_of_a_prompt * to_copy < MEAN_TOKENS * to_compute, device)  # there and back
     if slots == 0 or not (pays or asked is not None):
         return None
     per_step = tp.min(max(1, int(STEP_SECONDS / to_copy)), device)
-    return Offload(slots, per_step, tp.min(int(PART * to_compute / to_copy), device) / PART)
+    return Offload(slots, per_step, tp.min(int(PART * to_compute / to_copy), device) / PART, slots_of_states)
 
 
 def _seconds_to_copy(kv_cache: KVCache) -> float:

@@ -22,7 +22,7 @@ from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.steps.kinds import FEW_ROWS, DecodeKind
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
-SLOTS_OF_A_ROW = 4 / 3  # for states: its own, and a quarter of all for snapshots
+SLOTS_OF_A_ROW = 4 / 3  # for states: its own, and a quarter of all for snapshots, which may take free ones, too
 MEAN_TOKENS = 1024  # of a sequence, where states and blocks share what memory there is
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
@@ -52,7 +52,7 @@ class MemoryPlan:
     asked: the num_kvcache_blocks that asks for these
     tokens: so many tokens fill the blocks, in sequences of max_model_len
     waste: the share of a block that stays empty, of the kind of layers where it is the largest
-    host_blocks: host memory may hold the content of so many further blocks
+    host_blocks: host memory may hold the content of so many further blocks, or states in their place
     max_model_len: a sequence has at most this many tokens, no more than the KV cache holds
     max_position: the model's own limit, which max_model_len may not exceed
     """

@@ -16,14 +16,20 @@ class StatePool:
     def __init__(self, layers: dict[int, tuple[Tensor, Tensor | None]]) -> None:
         self.layers = layers
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [numbers for states in self.layers.values() for numbers in states if numbers is not None]
+
     def copy(self, copies: Tensor) -> None:
         """Copy some slots. copies: [2, slots] int64, the slots to copy, and their copies"""
         if copies.numel():
             source, destination = copies
-            for states in self.layers.values():
-                for numbers in states:
-                    if numbers is not None:
-                        numbers[destination] = numbers[source]
+            for numbers in self._tensors:
+                numbers[destination] = numbers[source]
+
+    def parts(self, slot: int) -> list[Tensor]:
+        """View what a slot holds, as uint8 vectors; together they have StateSpec.slot_bytes."""
+        return [numbers[slot].view(-1).view(torch.uint8) for numbers in self._tensors]
 
 
 @dataclass(frozen=True)
