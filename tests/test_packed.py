@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoinfer import LLM
-from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack, packed_copy
 from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 
@@ -67,3 +67,19 @@ def test_a_loaded_model_keeps_packed_weights_alone(make_llm: Callable[..., LLM])
     packed = [matrix for matrix in matrices if isinstance(matrix.weight, PackedWeight)]
     assert len(packed) == len(matrices) / 2  # those of queries, keys and values, and of gate and up
     assert all("weight" not in dict(matrix.named_parameters()) for matrix in packed)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 200])
+@pytest.mark.parametrize("shape", [(70, 1), (33, 257), (600, 192), (64, 1000)])
+def test_a_packed_copy_in_bfloat16_rounds_as_the_plain_product(tokens: int, shape: tuple[int, int]) -> None:
+    x, weight = torch.randn(tokens, shape[1]).bfloat16(), torch.randn(shape).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16()
+    copy = packed_copy(weight)
+    assert isinstance(copy, PackedWeight) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    exact = x.float() @ weight.float().T + bias.float()
+    torch.testing.assert_close(linear(x, copy, bias).float(), exact, rtol=2**-7, atol=1e-3 * shape[1] ** 0.5)
+
+
+def test_a_packed_copy_of_few_outputs_in_float32_stays_as_it_is() -> None:
+    weight = torch.randn(127, 64)
+    assert packed_copy(weight) is weight

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
-from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, packed_copy
 from nanoinfer.kernels.linear.fp8.linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
@@ -65,7 +65,7 @@ class Fp8Matrix(Matrix):
         dense = self.store.dense(self._dtype)
         if self._is_in_parts:
             return WeightInParts(dense, rows_and_outputs(self.sections))
-        return PackedWeight(dense) if can_pack(dense) else dense
+        return packed_copy(dense)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the bias, if there is one; the store yields the others."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
-from nanoinfer.kernels.linear.cpu.packed import PackedWeight, can_pack
+from nanoinfer.kernels.linear.cpu.packed import PackedWeight, packed_copy
 from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
@@ -57,8 +57,7 @@ class GroupMatrix(Matrix):
         return dequantize(self.store.weight, self._dtype, rows)
 
     def _for_cpu(self) -> Tensor | PackedWeight:
-        dense = self.store.dense(self._dtype)
-        return PackedWeight(dense) if can_pack(dense) else dense
+        return packed_copy(self.store.dense(self._dtype))
 
     def _dense(self) -> Tensor:
         dense = self.store.dense(self._dtype)
