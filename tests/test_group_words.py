@@ -30,7 +30,7 @@ def test_what_is_packed_is_unpacked(numbers: Numbers, in_features: int) -> None:
     words = pack(drawn, bits)
     assert words.dtype == torch.int32
     assert words.shape == (3, 2, 4 * -(-in_features * bits // 128))
-    assert torch.equal(unpack(words, bits, in_features), drawn.int())
+    assert torch.equal(unpack(words, bits, in_features), drawn.byte())
 
 
 def test_a_word_has_neighbours_in_its_halves() -> None:

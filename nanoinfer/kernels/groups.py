@@ -97,15 +97,11 @@ def words_of(in_features: int, bits: int) -> int:
 
 
 def unpack(words: Tensor, bits: int, in_features: int) -> Tensor:
-    """Return the numbers that `pack` packed, [..., in_features] int32."""
-    by_word = words[..., None, None] >> _shifts(bits, words.device) & (1 << bits) - 1
-    return by_word.unflatten(-3, (-1, 4)).transpose(-3, -2).flatten(-4)[..., :in_features]
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    """Return by how many bits a word's numbers are shifted, [pairs, 2]."""
-    pairs = torch.arange(16 // bits, dtype=torch.int32, device=device)
-    return pairs[:, None] * bits + torch.arange(2, dtype=torch.int32, device=device) * 16
+    """Return the numbers that `pack` packed, [..., in_features] uint8."""
+    halves = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4, 2, 2))
+    if bits == 4:
+        halves = torch.stack([halves & 15, halves >> 4], dim=-1).flatten(-2)
+    return halves.movedim(-1, -3).flatten(-4)[..., :in_features]
 
 
 def scales_of(weight: GroupWeight) -> Tensor:
