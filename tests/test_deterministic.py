@@ -27,7 +27,7 @@ from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
-from nanoinfer.models.description import MoEConfig
+from nanoinfer.models.experts import MoEConfig
 from nanoinfer.models.ranks import check_ranks_in_order
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
-from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation, AnyActivation, ClampedSwiGLU, ScaledGate, Ungated
 from nanoinfer.layers.delta import GatedDelta
-from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.latent_attention import LatentSizes
@@ -22,7 +20,9 @@ from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.layers.text_attention import DistanceBiases
 from nanoinfer.layers.text_head import TextHeadNames
+from nanoinfer.models.experts import MoEConfig
 from nanoinfer.models.heads import KVHeads, QueryScaling
+from nanoinfer.models.module_names import USUAL_NAMES, ModuleNames, PredictionLayers
 from nanoinfer.pooling.read import LabelsOf
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
@@ -48,140 +48,6 @@ MixerSizes: TypeAlias = BesideAttention | GatedDelta | Mamba2 | NoMixer | ShortC
 # over each head by itself, afterwards.
 QKNorm = Literal["head", "full", "rotated"]
 Layout = Literal["stacked", "groups", "quarters"]  # how one tensor of queries, keys and values has them
-
-
-@dataclass(frozen=True)
-class ModuleNames:
-    """The names that a checkpoint gives to a layer's modules. If a norm's name is None, the model has no such norm.
-
-    attention_norm, mlp_norm: the norm of a branch's input
-    attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
-    last_norm: that of the decoder's result, without a layer's prefix
-    layer_scale: a number that multiplies the residual stream behind a layer; None: the model has none
-    qkv, gate_up: one name for each projection, or a single name if one tensor holds them; gate_up of an MLP without
-        gates: the name of its first projection
-    o, down: the projection of attention's result, and of the MLP's
-    xielu: what has the numbers of an MLP's xIELU, which stands for Description.activation; None: no MLP has one
-    q_norm, k_norm: the norm of queries, and of keys
-    output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
-    routers: the matrix that scores the experts, by each name that a checkpoint may give it
-    corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
-    expert_factors: a factor of each expert's weights, by each name; empty: the model has none
-    shared_experts: the module of the shared expert, by each name; shared_projections: in it, as gate_up and down are
-    sinks: the learned scores of Description.sinks in attention's module, by each name
-    expert: the module of an expert; "{}" stands for its number
-    expert_gate, expert_up, expert_down: an expert's projections; without gates, the last two alone are there
-    expert_stacks: tensors that may hold those of all experts instead: gates above ups, or ups alone, and downs
-    paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
-    expert_latents: the projections of MoEConfig.latent_size: to it, and back
-    flat_experts: three tensors that may hold all gates, all ups, and all downs instead, or none: see Shard.is_flat
-    are_of_halves: each two layers are one in the checkpoint
-    layers: what has the layers, by their numbers; first: the number that the checkpoint gives to the first layer
-    """
-
-    attention_norm: str | None = "input_layernorm"
-    attention_post_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_post_norm: str | None = None
-    last_norm: str | None = "model.norm"
-    layer_scale: str | None = None
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    output_gate: str | None = None
-    o: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    xielu: str | None = None
-    routers: tuple[str, ...] = ("mlp.gate",)
-    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
-    correction_is_row: bool = False
-    expert_factors: tuple[str, ...] = ()
-    shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
-    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    sinks: tuple[str, ...] = ("sinks",)
-    expert: str = "mlp.experts.{}"
-    expert_gate: str = "gate_proj"
-    expert_up: str = "up_proj"
-    expert_down: str = "down_proj"
-    expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
-    paired_experts: bool = False
-    expert_latents: tuple[str, str] = ("", "")
-    flat_experts: tuple[str, ...] = ()
-    are_of_halves: bool = False
-    layers: str = "model.layers"
-    first: int = 0
-
-    def prefix(self, layer: int) -> str:
-        """Return how the names of a layer's tensors begin."""
-        return f"{self.layers}.{self.first + (layer // 2 if self.are_of_halves else layer)}."
-
-
-@dataclass(frozen=True)
-class PredictionLayers:
-    """Layers of a checkpoint that predict further tokens, as models/prediction_head.py has them. All are alike.
-
-    layers, first: as ModuleNames has them
-    count: how many there are to be run: several, each for another distance, or one, again and again
-    like: the number of the model's layer whose attention they have
-    has_experts: in place of an MLP
-    norm: the norm behind such a layer, in it; mlp_norm: as ModuleNames has it; None: as in the model's layers
-    """
-
-    first: int
-    layers: str = "model.layers"
-    count: int = 1
-    like: int = -1
-    has_experts: bool = True
-    norm: str = "shared_head.norm"
-    mlp_norm: str | None = None
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """The experts that some layers have in place of one MLP, or beside it. Each token uses a few of them.
-
-    layers: for each layer, whether it has experts
-    count: how many experts such a layer has
-    size: an expert's intermediate size
-    latent_size: the numbers that the routed experts take, of which a projection makes them, and give; None: hidden_size
-    routing: how a token chooses some of them, and weighs their results
-    corrected: a learned correction is added to the scores, for the choice alone
-    float32_router: logits are computed in float32, whatever the model's dtype
-    shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
-    shared_gate: the sigmoid of a gate weights its result
-    biases: the router and the experts' projections have biases
-    beside: given if the experts stand beside an MLP; "halves": each two layers are the halves of one, and the first
-        half's experts stand beside both: they get what its MLP gets, and their result is added behind the second half;
-        None: they stand in its place
-    """
-
-    layers: tuple[bool, ...]
-    count: int
-    size: int
-    routing: Routing
-    corrected: bool = False
-    float32_router: bool = False
-    shared_size: int | None = None
-    shared_gate: bool = False
-    biases: bool = False
-    latent_size: int | None = None
-    beside: BesideMLP | Literal["halves"] | None = None
-
-    @property
-    def used(self) -> int:
-        """How many experts a token uses."""
-        return self.routing.used
-
-    @property
-    def choices(self) -> int:
-        """How many a router chooses among: experts, and identities."""
-        return self.count + self.routing.identities
-
-    @property
-    def number_type(self) -> Literal["uint8", "int16"]:
-        """The smallest type that holds the number of a router's choice."""
-        return "uint8" if self.choices <= 256 else "int16"
 
 
 @dataclass(frozen=True)
@@ -268,7 +134,7 @@ class Description:
     ropes: tuple[Rope | None, ...]
     mixers: tuple[MixerSizes | None, ...]
     has_one_branch: bool = False
-    names: ModuleNames = ModuleNames()
+    names: ModuleNames = USUAL_NAMES
     layer_names: tuple[ModuleNames, ...] = ()
     embedded_ids: int | None = None
     norm: NormKind = RMS_NORM

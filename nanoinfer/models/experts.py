@@ -1,17 +1,64 @@
-"""Reads the settings of a config.json that say which layers have experts, and what these are."""
+"""Which layers have experts, and what these are, as the settings of a config.json say."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from nanoinfer.checks import as_int
 from nanoinfer.kernels.experts.route import Routing
-from nanoinfer.models.description import MoEConfig
+from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.models.settings import count_of, of_layers, positive, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The experts that some layers have in place of one MLP, or beside it. Each token uses a few of them.
+
+    layers: for each layer, whether it has experts
+    count: how many experts such a layer has
+    size: an expert's intermediate size
+    latent_size: the numbers that the routed experts take, of which a projection makes them, and give; None: hidden_size
+    routing: how a token chooses some of them, and weighs their results
+    corrected: a learned correction is added to the scores, for the choice alone
+    float32_router: logits are computed in float32, whatever the model's dtype
+    shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    shared_gate: the sigmoid of a gate weights its result
+    biases: the router and the experts' projections have biases
+    beside: given if the experts stand beside an MLP; "halves": each two layers are the halves of one, and the first
+        half's experts stand beside both: they get what its MLP gets, and their result is added behind the second half;
+        None: they stand in its place
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    size: int
+    routing: Routing
+    corrected: bool = False
+    float32_router: bool = False
+    shared_size: int | None = None
+    shared_gate: bool = False
+    biases: bool = False
+    latent_size: int | None = None
+    beside: BesideMLP | Literal["halves"] | None = None
+
+    @property
+    def used(self) -> int:
+        """How many experts a token uses."""
+        return self.routing.used
+
+    @property
+    def choices(self) -> int:
+        """How many a router chooses among: experts, and identities."""
+        return self.count + self.routing.identities
+
+    @property
+    def number_type(self) -> Literal["uint8", "int16"]:
+        """The smallest type that holds the number of a router's choice."""
+        return "uint8" if self.choices <= 256 else "int16"
 
 
 def read_experts(

@@ -21,7 +21,8 @@ from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, scaled
 from nanoinfer.layers.xielu import XIELU
-from nanoinfer.models.description import Description, MoEConfig
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig
 from nanoinfer.models.shared_experts import parts_in_stack, shared_modules, shared_projections
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel

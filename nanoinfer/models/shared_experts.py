@@ -8,7 +8,8 @@ three launches less: two products, and a sum.
 from __future__ import annotations
 
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES
-from nanoinfer.models.description import Description, MoEConfig
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig
 
 
 def parts_in_stack(model: Description, experts: MoEConfig, layer: int) -> int:

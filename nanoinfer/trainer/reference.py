@@ -14,7 +14,8 @@ from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.layers.norm import RMS_NORM
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
-from nanoinfer.models.description import EMBEDDING, HEAD, Description, ModuleNames
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.trainer import functions
 from nanoinfer.trainer.functions import Heads, PackedSequences

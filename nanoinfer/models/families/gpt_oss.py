@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.kernels.linear.activation import ClampedSwiGLU
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.settings import positive, refuse
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import RMS_NORM, NormKind
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive, refuse

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.alibi import alibi_slopes
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own
 from nanoinfer.models.settings import refuse
 

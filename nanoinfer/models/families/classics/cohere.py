@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, positive

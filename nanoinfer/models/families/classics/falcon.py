@@ -9,10 +9,11 @@ import torch
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.alibi import alibi_slopes
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.bloom import NAMES
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.heads import KVHeads
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import size_of

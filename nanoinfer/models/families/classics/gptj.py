@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own
 from nanoinfer.models.rope import plain_rope
 from nanoinfer.models.settings import head_dim_of, refuse, size_of

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.description import EMBEDDING, HEAD, Description, ModuleNames
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own, read_activation, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of

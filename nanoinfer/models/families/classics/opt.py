@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.layers.head_transform import HeadTransform
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own
 from nanoinfer.models.settings import size_of
 

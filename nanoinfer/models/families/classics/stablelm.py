@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.head_norm import HeadNorms
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common
 from nanoinfer.models.rope import read_rope, read_rotary_dim
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.text_head import TextHeadNames
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, heads_of_their_own
 from nanoinfer.models.settings import refuse, size_of
 from nanoinfer.weights.names import Spelling

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.text_attention import DistanceBiases
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.encoders.bert import PAIR_HEAD, describe_kin
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.settings import size_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import as_int
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
-from nanoinfer.models.description import Description, MoEConfig
-from nanoinfer.models.experts import read_experts
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.families.gemma import gemma
 from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.reading import describe_common, read_windows

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, ModuleNames, MoEConfig
-from nanoinfer.models.experts import read_corrected_experts, read_groups, read_shared_experts, sparse_from
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig, read_corrected_experts, read_groups, read_shared_experts, sparse_from
 from nanoinfer.models.latent import describe_latent
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import predicting_layers
 from nanoinfer.models.settings import count_of, refuse
 

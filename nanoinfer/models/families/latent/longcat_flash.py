@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, ModuleNames, MoEConfig
-from nanoinfer.models.experts import read_experts
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.latent import describe_latent
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.settings import count_of, positive, refuse, size_of
 from nanoinfer.weights.names import AS_STORED, Spelling
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.families.granite import SHARED_NAMES, read_moe, read_multipliers
 from nanoinfer.models.families.mamba.settings import MAMBA, read_mamba
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_mixers
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import count_of, head_dim_of, size_of

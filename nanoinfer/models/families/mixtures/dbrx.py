@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.description import Description, ModuleNames
+from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.classics.spelling import spelling
+from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common
 from nanoinfer.models.rope import plain_rope, read_rope
 from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse

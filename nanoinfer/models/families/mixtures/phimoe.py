@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.rotary import Rope
-from nanoinfer.models.description import Description, MoEConfig
-from nanoinfer.models.experts import read_experts
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.families.mistral import MIXTRAL_NAMES
 from nanoinfer.models.reading import describe_common, same_windows
 from nanoinfer.models.rope import read_rope
