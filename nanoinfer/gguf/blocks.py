@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from nanoinfer.gguf.tensor import Change, GgufTensor
 
 CODES, SCALES, MINIMA = "weight_codes", "weight_scales", "weight_minima"  # what tensors are called instead of "weight"
 Blocks = np.ndarray  # [rows, blocks, bytes]
+Numbers = Literal["int4", "int8", "e2m1"]
 PER_K_BLOCK = 8  # groups
 
 
@@ -32,19 +33,21 @@ class Part(NamedTuple):
 class Kind(NamedTuple):
     """A type that stays in its bits.
 
+    numbers: what the codes are once they are packed
     group: the neighbouring inputs that share a scale
-    per_byte: how many codes are in a byte
     parts: by the ends of their names
     """
 
+    numbers: Numbers
     group: int
-    per_byte: int
     parts: dict[str, Part]
 
 
-def _kind(codes: Part, scales: Part, minima: Part | None = None, group: int = 32) -> Kind:
-    parts = {CODES: codes, SCALES: scales, **({} if minima is None else {MINIMA: minima})}
-    return Kind(group, 2 if codes.dtype == "U8" else 1, parts)
+def _kind(
+    numbers: Numbers, codes: Callable[[Blocks], np.ndarray], scales: Part, minima: Part | None = None, group: int = 32
+) -> Kind:
+    parts = {CODES: Part(codes, "I8"), SCALES: scales, **({} if minima is None else {MINIMA: minima})}
+    return Kind(numbers, group, parts)
 
 
 def _of_one_group(read: Callable[[Blocks], np.ndarray]) -> Callable[[Blocks], np.ndarray]:
@@ -57,24 +60,19 @@ def _halves(packed: Blocks) -> np.ndarray:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _in_pairs(codes: np.ndarray) -> np.ndarray:
-    """Pack neighbours, the first in the low bits."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+def _halves_from(place: int) -> Callable[[Blocks], np.ndarray]:
+    """Return what reads codes of four bits, which begin at a byte of their block."""
+    return _of_one_group(lambda blocks: _halves(blocks[..., place:]).view(np.int8))
 
 
-def _pairs_from(place: int) -> Part:
-    """Return codes of four bits, which begin at a byte of their block."""
-    return Part(_of_one_group(lambda blocks: _in_pairs(_halves(blocks[..., place:]))), "U8")
-
-
-def _five_bits_from(place: int) -> Part:
+def _five_bits_from(place: int) -> Callable[[Blocks], np.ndarray]:
     """Return codes less 16 of blocks whose fifth bits are apart, and begin at a byte."""
 
     def read(blocks: Blocks) -> np.ndarray:
         fifth = np.unpackbits(blocks[..., place : place + 4], axis=-1, bitorder="little")
         return (_halves(blocks[..., place + 4 :]) | fifth << 4).view(np.int8) - np.int8(16)
 
-    return Part(_of_one_group(read), "I8")
+    return _of_one_group(read)
 
 
 def _half_at(blocks: Blocks, place: int) -> np.ndarray:
@@ -121,15 +119,15 @@ HALF = Part(_of_one_group(lambda blocks: _half_at(blocks, 0)), "F16")
 MINUS_SECOND = Part(_of_one_group(lambda blocks: -_half_at(blocks, 2)), "F16")  # what is added is no minimum
 K_SCALES = Part(lambda blocks: _k_scales(blocks, False), "F32"), Part(lambda blocks: _k_scales(blocks, True), "F32")
 KINDS = {
-    "Q8_0": _kind(Part(_of_one_group(lambda blocks: blocks[..., 2:].view(np.int8)), "I8"), HALF),
-    "Q5_0": _kind(_five_bits_from(2), HALF),
-    "Q5_1": _kind(_five_bits_from(4), HALF, MINUS_SECOND),
-    "Q4_0": _kind(_pairs_from(2), HALF),
-    "Q4_1": _kind(_pairs_from(4), HALF, MINUS_SECOND),
-    "MXFP4": _kind(_pairs_from(1), Part(_of_one_group(lambda blocks: blocks[..., 0]), "U8")),
-    "Q4_K": _kind(Part(lambda blocks: _in_pairs(_k_halves(blocks)), "U8"), *K_SCALES),
-    "Q5_K": _kind(Part(_k_five_bits, "I8"), *K_SCALES),
-    "Q6_K": _kind(Part(_k_six_bits, "I8"), Part(_k_scales_of_16, "F32"), group=16),
+    "Q8_0": _kind("int8", _of_one_group(lambda blocks: blocks[..., 2:].view(np.int8)), HALF),
+    "Q5_0": _kind("int8", _five_bits_from(2), HALF),
+    "Q5_1": _kind("int8", _five_bits_from(4), HALF, MINUS_SECOND),
+    "Q4_0": _kind("int4", _halves_from(2), HALF),
+    "Q4_1": _kind("int4", _halves_from(4), HALF, MINUS_SECOND),
+    "MXFP4": _kind("e2m1", _halves_from(1), Part(_of_one_group(lambda blocks: blocks[..., 0]), "U8")),
+    "Q4_K": _kind("int4", lambda blocks: _k_halves(blocks).view(np.int8), *K_SCALES),
+    "Q5_K": _kind("int8", _k_five_bits, *K_SCALES),
+    "Q6_K": _kind("int8", _k_six_bits, Part(_k_scales_of_16, "F32"), group=16),
 }
 
 
@@ -149,9 +147,9 @@ class GgufPart:
         return KINDS[self.tensor.entry.type]
 
     def get_shape(self) -> list[int]:
-        """Return [outputs, bytes of codes] or [outputs, groups]."""
+        """Return [outputs, inputs], of codes, or [outputs, groups]."""
         rows, inputs = self.tensor.shape
-        return [rows, inputs // (self.kind.per_byte if self.name == CODES else self.kind.group)]
+        return [rows, inputs if self.name == CODES else inputs // self.kind.group]
 
     def get_dtype(self) -> str:
         """Return the type of the part."""

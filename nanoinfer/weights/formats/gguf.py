@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from nanoinfer.gguf.blocks import CODES, KINDS, MINIMA, SCALES
-from nanoinfer.kernels.groups import Numbers
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import Layout
-from nanoinfer.weights.formats.groups.layouts import PAIRS
 
-IN_BYTES, IN_PAIRS = Field(CODES, "numbers", added=128), Field(CODES, "numbers", along_inputs=PAIRS)
+OF_FOUR_BITS, OF_EIGHT_BITS = Field(CODES, "numbers"), Field(CODES, "numbers", added=128)
 OTHERS = {SCALES: Field(SCALES, "scales"), MINIMA: Field(MINIMA, "minima")}
 DTYPES = {"F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}  # of scales
 
@@ -23,9 +21,9 @@ DTYPES = {"F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}  # of s
 def _format_of(name: str) -> GroupFormat:
     """Return the format of a type."""
     kind = KINDS[name]
-    numbers: Numbers = "int8" if kind.per_byte == 1 else "e2m1" if name == "MXFP4" else "int4"
-    fields = (IN_BYTES if kind.per_byte == 1 else IN_PAIRS, *(OTHERS[part] for part in kind.parts if part != CODES))
-    return GroupFormat(name, Layout(numbers, fields, kind.group, DTYPES[kind.parts[SCALES].dtype]))
+    codes = OF_EIGHT_BITS if kind.numbers == "int8" else OF_FOUR_BITS
+    fields = (codes, *(OTHERS[part] for part in kind.parts if part != CODES))
+    return GroupFormat(name, Layout(kind.numbers, fields, kind.group, DTYPES[kind.parts[SCALES].dtype]))
 
 
 FORMATS = {name: _format_of(name) for name in KINDS}
