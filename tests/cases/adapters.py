@@ -38,7 +38,7 @@ class Rank:
         **options: Any,
     ) -> None:
         """keeps_order: as for TensorParallel; slots: their dtype, as adapters are checked; options: of the LLM"""
-        config = Config(str(folder), dtype="float32", device="cpu", **options)
+        config = Config(str(folder), dtype="float32", device="cpu", max_adapters=2, **options)
         tp, description = TensorParallel(), config.description
         tp.rank, tp.size, tp.keeps_order = rank, size, keeps_order
         self.model = build(description, 64, make_backend("torch", config.cache_layout), tp, torch.float32)

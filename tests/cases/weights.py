@@ -113,7 +113,7 @@ def matrix_of(weight: AnyNumbers) -> Tensor:
         return weight.numbers.double() * scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
     drawn = unpack(weight.words, BITS[weight.numbers], weight.in_features)
     if weight.numbers in TABLES:
-        values = torch.tensor(TABLES[weight.numbers], device=drawn.device, dtype=torch.float64)[drawn]
+        values = torch.tensor(TABLES[weight.numbers], device=drawn.device, dtype=torch.float64)[drawn.long()]
     else:
         half = torch.full_like(scales, 1 << BITS[weight.numbers] - 1)
         if weight.has_minima:
