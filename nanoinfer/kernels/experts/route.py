@@ -96,9 +96,11 @@ def route_reference(
         weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
     weights = weights * routing.scale
     weights = weights if factors is None else weights * factors[experts]
-    further = torch.arange(routing.always, device=wide.device) + wide.shape[1]
-    experts = torch.cat([experts, further.expand(len(wide), -1)], dim=1)
-    return Routes(experts.int(), F.pad(weights, (0, routing.always), value=1.0))
+    if routing.always:
+        further = torch.arange(routing.always, device=wide.device) + wide.shape[1]
+        experts = torch.cat([experts, further.expand(len(wide), -1)], dim=1)
+        weights = F.pad(weights, (0, routing.always), value=1.0)
+    return Routes(experts.int(), weights)
 
 
 def _choose(wide: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
