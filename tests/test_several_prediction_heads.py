@@ -13,8 +13,8 @@ from cases import build
 from cases.heads import MIMO, Drawn, Head, build_with_heads, record_rounds
 from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
-from test_guesses_of_an_llm import PARAMS, PROMPTS, SOME, SPREAD, assert_counts, run
-from test_prediction_heads import FILE, NAMES_NONE, SMALL, assert_most_hold, copy_tokenizer, make
+from test_guesses_of_an_llm import PROMPTS, SPREAD, run
+from test_prediction_heads import FILE, NAMES_NONE, SMALL, assert_most_hold, assert_same, copy_tokenizer, make
 from test_quantization import SMALL_BLOCKS, write_checkpoint
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -99,13 +99,7 @@ def test_results_are_those_without(spread: str, folder: str, expected: list[Requ
     """All settings, samples of one prompt, and structured outputs; most guesses hold."""
     with make(folder, **{"speculation": "mtp", **SPREAD[spread]}) as llm:
         assert llm.config.max_guesses == min(3, SPREAD[spread].get("max_guesses", 3))
-        some = SOME if spread == "one row" else slice(None, None, 2 if spread.startswith("two") else 1)
-        outputs = run(llm, PROMPTS[some], PARAMS[some])
-        assert_equal(outputs, expected[some])
-        assert_counts(llm, outputs)
-        assert llm.stats().num_accepted_tokens > 0.2 * llm.stats().num_proposed_tokens > 0
-        assert spread != "tight" or llm.engine.scheduler.num_preemptions > 0
-        assert_equal(run(llm, PROMPTS[SOME], PARAMS[SOME]), expected[SOME])  # their prompts are cached now
+        assert_same(llm, spread, expected)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU")
