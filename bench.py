@@ -37,17 +37,10 @@ from nanoinfer.benchmark.output.report import report
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.save import check_save, save_weights
+from nanoinfer.benchmark.shapes import SHAPE_FIELDS, SHAPES, has_experts, write_config
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
 from nanoinfer.benchmark.weights import time_weights
-from nanoinfer.benchmark.workloads import (
-    SHAPE_FIELDS,
-    SHAPES,
-    WORKLOADS,
-    Recipe,
-    Workload,
-    has_experts,
-    write_config,
-)
+from nanoinfer.benchmark.workloads import WORKLOADS, Recipe, Workload
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import describe

@@ -35,7 +35,7 @@ from workers import BESIDE_OTHERS, Worker, count_workers
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out, usual_block_size
-from nanoinfer.benchmark.workloads import write_config
+from nanoinfer.benchmark.shapes import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.prefix_tree import PrefixTree

@@ -42,6 +42,7 @@ from nanoinfer.benchmark.output.plot import binned_rate, plot
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
+from nanoinfer.benchmark.workloads import draw_length
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.engine.results.step_result import StepResult
@@ -104,6 +105,8 @@ def test_weights_times_updates_and_sleep(
         ("stream", 1, 128, 512, 128 + 512),
         ("prefix", 256, 142_827 + 256 * 1024, 133_966, 1024 + 2011),
         ("long", 8, 8 * 32768, 8 * 256, 32768 + 256),
+        ("chat", 1000, 222_867, 190_906, 2544),
+        ("answers", 32, 32 * 128, 32 * 8192, 128 + 8192),
         ("embed", 10_000, 10_000 * 200, 0, 200),
         ("images", 256, 256 * 1090, 256 * 128, 1090 + 128),
         ("same-images", 256, 256 * 1090, 256 * 128, 1090 + 128),
@@ -117,8 +120,16 @@ def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int
     assert len(work.prompts) == len(work.output_lens) == num_seqs
     assert (work.tokens_in, work.tokens_out) == (tokens_in, tokens_out)
     assert max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)) == longest
-    assert recipe.max_model_len == {"long": 33024, "rollouts": 4608}.get(name, 4096) >= longest
+    assert recipe.max_model_len == {"long": 33024, "rollouts": 4608, "answers": 8320}.get(name, 4096) >= longest
     assert recipe.max_num_seqs == (256 if name == "refill" else 512)
+
+
+def test_lengths_of_chats_have_their_means_and_half_are_shorter_than_six_tenths_of_these() -> None:
+    source = random.Random(0)
+    lens = sorted(draw_length(source, (1, 1_000_000), 215) for _ in range(100_000))
+    assert sum(lens) / len(lens) == pytest.approx(215, rel=0.02)
+    assert lens[50_000] == pytest.approx(215 * math.exp(-1 / 2), rel=0.02)
+    assert {draw_length(source, (4, 8), 215) for _ in range(100)} <= set(range(4, 9))
 
 
 def test_nanos_requests_are_nano_vllms_and_prefix_has_them_behind_its_prefix() -> None:

@@ -17,7 +17,7 @@ from nanoinfer import LLM
 from nanoinfer.attention import make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext
-from nanoinfer.benchmark.workloads import write_config
+from nanoinfer.benchmark.shapes import write_config
 from nanoinfer.kernels.decoder.row_model import RowShape, decoder_row_reference
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.rotary import Rope

@@ -23,7 +23,7 @@ from nanoinfer import LLM
 from nanoinfer.benchmark import save
 from nanoinfer.benchmark.eyes.families import internvl3, smolvlm
 from nanoinfer.benchmark.eyes.shapes import EYES
-from nanoinfer.benchmark.workloads import SHAPES
+from nanoinfer.benchmark.shapes import SHAPES
 from nanoinfer.weights import saving
 from nanoinfer.weights.formats.groups.fields import Packing
 from nanoinfer.weights.formats.groups.layouts import AWQ_PLACES, PAIRS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanoinfer.attention import make_backend
 from nanoinfer.benchmark.eyes.shapes import EYES
 from nanoinfer.benchmark.output.status_line import StatusLine
-from nanoinfer.benchmark.workloads import has_experts, has_stacks, write_config
+from nanoinfer.benchmark.shapes import has_experts, has_stacks, write_config
 from nanoinfer.checkpoint import GENERATE, Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
