@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from cases import CASES, SHAPE, Case, build
 from cases.layouts import PUBLISHED
 from conftest import DEVICE, of_each_kind, whole_only
-from test_delta import DTYPES, STALE, TOLERANCE, chunks_of, ints
+from test_delta import DTYPES, STALE, TOLERANCE, chunks_of, rows_of, state_of
 from test_four_bits import tokens_of, write_checkpoint
 from test_models import run
 from torch import Tensor
 from transformers import AutoConfig
 
 from nanoinfer import LLM
-from nanoinfer.attention.cache_layout import Pages, State
+from nanoinfer.attention.cache_layout import Matrices, Pages, State
 from nanoinfer.kernels.delta import chunks
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import (
@@ -39,6 +39,7 @@ from nanoinfer.kernels.delta.gated_norm import (
 from nanoinfer.kernels.mamba import prefill
 from nanoinfer.kernels.mamba.decode import mamba_rows_reference, mamba_rows_triton
 from nanoinfer.kernels.mamba.prefill import mamba_chunks_reference, mamba_chunks_triton
+from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, inputs_length, ring_length
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.ranks import check_ranks
@@ -53,14 +54,19 @@ LIMITS = (0.02, 0.9)
 class Layer:
     """Random parameters and slots of a layer, which have numbers of earlier owners."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, slots: int = 8) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, slots: int = 8, guesses: int = 0) -> None:
         self.heads, self.dim, self.groups, self.numbers = shape
         self.channels = self.heads * self.dim + 2 * self.groups * self.numbers
         self.weight, self.bias = (torch.randn(self.channels, 4) / 2).to(dtype), torch.randn(self.channels).to(dtype)
         self.log_decay = torch.empty(self.heads).uniform_(0.01, 16).log()
         self.dt_bias, self.skips = torch.empty(self.heads).uniform_(-6, 1), torch.randn(self.heads)
-        self.inputs = torch.full((slots, 4, self.channels), STALE, dtype=dtype)
-        self.matrices = torch.full((slots, self.heads, self.dim, self.numbers), STALE)
+        self.inputs = torch.full((slots, inputs_length(4, guesses), self.channels), STALE, dtype=dtype)
+        self.matrices = torch.full((slots, self.heads, self.numbers, self.dim), STALE)
+        ring = slots, ring_length(guesses)
+        self.keys = torch.full((*ring, self.groups, self.numbers), STALE, dtype=dtype)
+        self.updates = torch.full((*ring, self.heads, self.dim), STALE, dtype=dtype)
+        self.decays = torch.full((*ring, self.heads), STALE)
+        self.most = guesses
 
     def draw(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return xbc and dt, some columns of one projection."""
@@ -73,14 +79,18 @@ class Layer:
         return out
 
     def chunks(self, function: Any, xbc: Tensor, dt: Tensor, chunks: Chunks) -> Tensor:
-        parameters = self.log_decay, self.dt_bias, self.skips, self.matrices
-        out: Tensor = function(xbc, dt, *parameters, chunks, self.groups, LIMITS)
+        parameters = self.log_decay, self.dt_bias, self.skips, self.recurrence
+        out: Tensor = function(xbc, dt, *parameters, chunks, LIMITS)
         return out
 
-    def rows(self, function: Any, xbc: Tensor, dt: Tensor, *where: Tensor) -> Tensor:
-        parameters = self.weight, self.bias, self.log_decay, self.dt_bias, self.skips, self.inputs, self.matrices
-        out: Tensor = function(xbc, dt, *parameters, *where, self.groups, LIMITS)
+    def rows(self, function: Any, xbc: Tensor, dt: Tensor, rows: StateRows) -> Tensor:
+        parameters = self.weight, self.bias, self.log_decay, self.dt_bias, self.skips
+        out: Tensor = function(xbc, dt, *parameters, LayerStates(self.inputs, self.recurrence), rows, LIMITS)
         return out
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return Recurrence(self.matrices, self.keys, self.updates, self.decays)
 
     def on_device(self) -> Layer:
         """Return a layer of the same numbers, and slots of its own."""
@@ -104,8 +114,8 @@ def recur(layer: Layer, xbc: Tensor, dt: Tensor, state: Tensor) -> tuple[Tensor,
     outs = []
     for t in range(len(x)):
         decay = (-layer.log_decay.double().exp() * steps[t]).exp()
-        state = state * decay[:, None, None] + (steps[t][:, None] * x[t])[..., None] * b[t][:, None]
-        outs.append((state @ c[t][..., None]).squeeze(-1) + layer.skips[:, None] * x[t])
+        state = state * decay[:, None, None] + b[t][..., None] * (steps[t][:, None] * x[t])[:, None]
+        outs.append((state * c[t][..., None]).sum(dim=1) + layer.skips[:, None] * x[t])
     return torch.stack(outs), state
 
 
@@ -129,12 +139,13 @@ def test_chunks(shape: Shape, function: Any, dtype: torch.dtype) -> None:
     before = layer.matrices.double()
     out = used.chunks(function, xbc.to(on), dt.to(on), chunks)
     first = 0
-    for (start, end), initial, final in zip(SPANS, (None, 1, 2), (0, 1, 3), strict=True):
+    boundaries = 128, 192, 17
+    for (start, end), initial, final, boundary in zip(SPANS, (None, 1, 2), (0, 1, 3), boundaries, strict=True):
         own = slice(first, first + end - start)
         state = torch.zeros_like(before[0]) if initial is None else before[initial]
         expected, state = recur(layer, xbc[own], dt[own], state)
         assert near(out[own], expected, dtype)
-        assert near(used.matrices[final], state, dtype)
+        assert near(state_of(used.recurrence, final, boundary, end), state, dtype)
         first = own.stop
     _, snapshot = recur(layer, xbc[:64], dt[:64], torch.zeros_like(before[0]))
     assert near(used.matrices[5], snapshot, dtype)
@@ -157,12 +168,12 @@ def test_a_long_sequence_is_walked_in_stretches(start: int, monkeypatch: pytest.
     assert cut.stretches.tolist() == [1, 3, 5, 0, 7]
     out = ours.chunks(mamba_chunks_triton, xbc.to(DEVICE), dt.to(DEVICE), cut)
     first = 0
-    for (_, end), state in zip(((0, 36), (0, 327), (0, 20)), (begin * 0, begin, begin * 0), strict=True):
-        own = slice(first, first + end)
+    for (begun, end), final, state in zip(spans, (0, 2, 1), (begin * 0, begin, begin * 0), strict=True):
+        own = slice(first, first + end - begun)
         expected, state = recur(layer, xbc[own], dt[own], state)
         assert near(out[own], expected, torch.float32)
         first = own.stop
-        assert near(ours.matrices[0 if end == 36 else 2 if end > 36 else 1], state, torch.float32)
+        assert near(state_of(ours.recurrence, final, end - end % CHUNK, end), state, torch.float32)
 
 
 def test_short_sequences_have_no_sums() -> None:
@@ -190,7 +201,7 @@ def test_steps_go_on_from_chunks(shape: Shape, dtype: torch.dtype) -> None:
     outs = [ours.chunks(mamba_chunks_triton, out, dt[:70].to(DEVICE), first)]
     for t in range(70, 75):
         rows = (y[[t, 3]].to(DEVICE) for y in (xbc, dt))
-        outs.append(ours.rows(mamba_rows_triton, *rows, ints(1, -1).to(DEVICE), ints(t, -1).to(DEVICE))[:1])
+        outs.append(ours.rows(mamba_rows_triton, *rows, rows_of([1, -1], [t, -1], device=DEVICE))[:1])
     assert near(torch.cat(outs), expected, dtype)
     assert ours.matrices[[0, 2]].eq(STALE).all()
     assert ours.inputs[[0, 2]].eq(STALE).all()
@@ -199,16 +210,19 @@ def test_steps_go_on_from_chunks(shape: Shape, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
 def test_rows(shape: Shape, dtype: torch.dtype) -> None:
-    """Rows at other positions, of which one begins; the kernel leaves what the reference leaves."""
+    """Rows at other positions, of which one begins, and one folds; the kernel leaves what the reference leaves."""
     torch.manual_seed(0)
     layer = Layer(shape, dtype)
-    layer.inputs[1:5], layer.matrices[1:5] = torch.randn_like(layer.inputs[1:5]), torch.randn_like(layer.matrices[1:5])
-    ours, (xbc, dt), where = layer.on_device(), layer.draw(4), (ints(3, 1, -1, 2), ints(9, 64, -1, 2))
-    expected = layer.rows(mamba_rows_reference, xbc, dt, *where)
-    out = ours.rows(mamba_rows_triton, *(y.to(DEVICE) for y in (xbc, dt, *where)))
-    some = [0, 1, 3]
+    for kept in (layer.inputs, *layer.recurrence):
+        kept[1:6] = torch.randn_like(kept[1:6]) / 4
+    ours, (xbc, dt) = layer.on_device(), layer.draw(5)
+    where = [3, 1, -1, 2, 5], [9, 64, -1, 2, 164], [0, 64, 0, 0, 100]
+    expected = layer.rows(mamba_rows_reference, xbc, dt, rows_of(*where))
+    out = ours.rows(mamba_rows_triton, xbc.to(DEVICE), dt.to(DEVICE), rows_of(*where, device=DEVICE))
+    some = [0, 1, 3, 4]
     assert near(out[some], expected[some], dtype)
-    assert near(ours.matrices[1:5], layer.matrices[1:5], torch.float32 if dtype == torch.float32 else dtype)
+    for kept, wanted in zip(ours.recurrence, layer.recurrence, strict=True):
+        assert near(kept[1:6], wanted[1:6], dtype)
     assert ours.inputs.cpu().equal(layer.inputs)
 
 
@@ -221,9 +235,9 @@ def test_convolutions_have_biases(dtype: torch.dtype) -> None:
     expected = F.silu(wide.sum(-1).T + layer.bias.double())
     assert near(layer.convolve(convolve_chunks_reference, xbc, where), expected, dtype)
     assert near(ours.convolve(convolve_chunks_triton, xbc.to(DEVICE), on_device), expected, dtype)
-    rows = xbc[-1:].clone(), ints(1), ints(70)
-    expected = layer.convolve(convolve_rows_reference, *rows)
-    assert near(ours.convolve(convolve_rows_triton, *(y.to(DEVICE) for y in rows)), expected, dtype)
+    row = xbc[-1:].clone()
+    expected = layer.convolve(convolve_rows_reference, row, rows_of([1], [70]))
+    assert near(ours.convolve(convolve_rows_triton, row.to(DEVICE), rows_of([1], [70], device=DEVICE)), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -338,7 +352,7 @@ def test_a_layer_may_have_pages_and_a_state() -> None:
     model = described("falconh1", {"mamba_n_heads": 8, "mamba_d_ssm": 96})
     assert model.has_states
     for ranks, (kv_heads, heads) in {1: (2, 8), 2: (1, 4), 4: (1, 2)}.items():
-        state = State(heads * 12 + 2 * 24, 4, (heads, 12, 24))
+        state = State(heads * 12 + 2 * 24, 4, Matrices(2, heads, 24, 12))
         assert model.memory(ranks) == [(Pages(kv_heads, SHAPE["head_dim"]), state)] * model.num_layers
 
 

@@ -138,9 +138,10 @@ class TestPrefixes:
     ) -> None:
         llm = make_llm(folder, **OPTIONS)
         with torch.inference_mode():
-            for inputs, matrices in llm.engine.ranks.runner.holdings.states.layers.values():
-                inputs.fill_(math.nan)
-                matrices.fill_(math.nan)
+            for inputs, recurrence in llm.engine.ranks.runner.holdings.states.layers.values():
+                for numbers in (inputs, *recurrence):
+                    numbers.fill_(math.nan)
+            llm.engine.ranks.runner.holdings.states.boundaries.fill_(7)
         assert token_ids(llm) == expected["qwen3.5"]
 
     @pytest.mark.parametrize("name", NAMES)

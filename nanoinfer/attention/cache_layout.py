@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,10 +9,12 @@ from functools import cached_property
 from nanoinfer.attention.packing import LayerKind, pack
 from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.kernels.states.memory import inputs_length, ring_length
 
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 USUAL_BLOCK_SIZE, LEAST_BLOCK_SIZE = 256, 16  # tokens
 USUAL_STEP, MOST_OF_A_STEP, ENCODER_STEP_ON_CPU = 16_384, 262_144, 4_096  # tokens
+DECAY_BYTES = 4  # float32
 ENCODER_NUMBERS = 1 << 29  # of the widest activations that an encoder's step has on a GPU
 
 
@@ -50,21 +51,45 @@ class Pages:
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """What a recurrence remembers: of each head, a matrix of so many keys and values; some heads may share keys."""
+
+    key_heads: int
+    heads: int
+    keys: int
+    values: int
+
+    @property
+    def numbers(self) -> int:
+        """Of all heads."""
+        return self.heads * self.keys * self.values
+
+    def token_bytes(self, size: int) -> int:
+        """Return the bytes of a token beside the matrices: a key, an update and a decay; size: of a number of these."""
+        return (self.key_heads * self.keys + self.heads * self.values) * size + self.heads * DECAY_BYTES
+
+
+@dataclass(frozen=True)
 class State:
     """What a layer remembers whose memory of the past has a fixed size, on one rank.
 
     channels, width: a causal convolution over so many channels sees so many tokens, its own the last
-    matrices: of a recurrence: how many heads, values of a head, and keys of a head; None: it is a convolution alone
+    matrices: of a recurrence; None: it is a convolution alone
     """
 
     channels: int
     width: int
-    matrices: tuple[int, int, int] | None = None
+    matrices: Matrices | None = None
 
-    def num_bytes(self, input_size: int, number_size: int) -> int:
-        """Return the bytes of a sequence. input_size: of a convolution's input; number_size: of a matrix's number"""
-        matrices = 0 if self.matrices is None else math.prod(self.matrices)
-        return self.channels * self.width * input_size + matrices * number_size
+    def num_bytes(self, size: int, matrix_size: int, guesses: int) -> int:
+        """Return the bytes of a sequence: matrices, the tokens since their boundary, and the convolution's last inputs.
+
+        size: of a number; matrix_size: of a matrix's; guesses: a step verifies so many of a sequence at most
+        """
+        inputs = self.channels * inputs_length(self.width, guesses) * size
+        if self.matrices is None:
+            return inputs
+        return inputs + self.matrices.numbers * matrix_size + ring_length(guesses) * self.matrices.token_bytes(size)
 
 
 Memory = Pages | State | tuple[Pages, State]  # the last one's layer has attention beside a recurrence

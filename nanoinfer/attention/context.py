@@ -12,6 +12,7 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.delta.chunks import Chunks
+from nanoinfer.kernels.states.memory import LayerStates, StateRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,14 +64,12 @@ class GroupContext:
 class StateContext:
     """Where the states of a step's sequences live, for all layers that have states. A slot holds one sequence's.
 
-    layers: for each such layer, the inputs of its convolution, [slots, width, channels], and its matrices,
-        [slots, heads, values, keys], or None. The input of the token at position p is at p % width
-    slots: [seqs] int32; -1: an empty row
-    chunks: of a prefill step
+    layers: what each such layer has
+    rows: of a decode step; chunks: of a prefill step
     """
 
-    layers: Mapping[int, tuple[Tensor, Tensor | None]]
-    slots: Tensor
+    layers: Mapping[int, LayerStates]
+    rows: StateRows | None = None
     chunks: Chunks | None = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import torch
 from nanoinfer.benchmark.least_steps import Limits, StepSum, decode_steps, prefill_steps
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.config import Config
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description, NoMixer
@@ -61,7 +61,7 @@ class Floor:
             state_itemsize: in states
 
         All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
-        Each decode step reads and writes each row's states once; prompts only compute with them.
+        Each decode step reads each row's states once, and writes one of CHUNK times; prompts only compute with them.
         A shared prefix counts once a step, for however many rows, and is computed once. So does a prompt of several
         samples. The count leaves out reads of both by layers with a window.
         """
@@ -78,7 +78,7 @@ class Floor:
             *_tower_loads(work, itemsize),
             Load(_numbers_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
             Load(0, 2 * model.num_heads * _pairs(work, model)),
-            *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
+            *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, state_itemsize)),
         ]
         for steps in (*decode, prefill):
             for format, count in dense.items():
@@ -154,13 +154,19 @@ def _pairs(work: Workload, model: Description) -> float:
 def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[int, int]) -> list[Load]:
     """Count what so many decoded and prefilled tokens read, write and compute of the layers' states.
 
-    A matrix is read and written, and a convolution reads all but one of its inputs, and writes that one. A number of a
-    matrix takes six operations: it gives a part of what the key recalls, is updated, and answers the query.
-    sizes: the bytes that move for an input, and for a number of a matrix
+    A matrix is read. Each CHUNK tokens it is read once more and written, as it takes these in. Before that they stand
+    beside it: half of so many are read on average, and one is written. A convolution reads all but one of its inputs,
+    and writes that one. A number of a matrix takes six operations: it gives a part of what the key recalls, is updated,
+    and answers the query.
+    sizes: the bytes of a number beside matrices, and of one of theirs
     """
     states = [state for mixer in model.mixers if mixer is not None and (state := mixer.state(1)) is not None]
-    num_bytes = sum(state.num_bytes(*sizes) for state in states)
-    operations = 6 * sum(math.prod(state.matrices) for state in states if state.matrices is not None)
+    size, matrix_size = sizes
+    num_bytes = float(sum(state.channels * state.width for state in states) * size)
+    operations = 0
+    for matrices in (state.matrices for state in states if state.matrices is not None):
+        num_bytes += (1 + 2 / CHUNK) * matrices.numbers * matrix_size + (CHUNK / 2 + 1) * matrices.token_bytes(size)
+        operations += 6 * matrices.numbers
     return [Load(decoded * num_bytes, decoded * operations), Load(0, prefilled * operations)]
 
 

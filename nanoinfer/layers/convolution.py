@@ -47,9 +47,10 @@ class CausalConvolution(nn.Module):
         """Convolve a step's tokens, [tokens, channels], and remember their inputs; silu: SiLU follows."""
         states = context.states
         assert states is not None
-        inputs = states.layers[self.layer][0]
-        if states.chunks is None:
-            return convolve_rows(x, self.weight, inputs, states.slots, context.positions, silu, self.bias)
+        inputs = states.layers[self.layer].inputs
+        if states.rows is not None:
+            return convolve_rows(x, self.weight, inputs, states.rows, silu, self.bias)
+        assert states.chunks is not None
         return convolve_chunks(x, self.weight, inputs, states.chunks, silu, self.bias)
 
     def shards(self) -> Iterator[Shard]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.cache_layout import State
+from nanoinfer.attention.cache_layout import Matrices, State
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.delta.decode import delta_rows
@@ -70,7 +70,8 @@ class GatedDelta:
 
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
-        return State(self.channels // ranks, self.width, (self.value_heads // ranks, self.value_dim, self.key_dim))
+        heads = self.key_heads // ranks, self.value_heads // ranks
+        return State(self.channels // ranks, self.width, Matrices(*heads, self.key_dim, self.value_dim))
 
 
 class GatedDeltaMixer(nn.Module):
@@ -94,7 +95,7 @@ class GatedDeltaMixer(nn.Module):
         super().__init__()
         self.prefix, self.layer, self.sizes = prefix, layer, sizes
         heads, values = sizes.value_heads // tp.size, sizes.value_heads * sizes.value_dim
-        self.key_heads, self.first_head = sizes.key_heads // tp.size, tp.rank * heads
+        self.first_head = tp.rank * heads
         self._wide, self._narrow = [sizes.channels // tp.size, values // tp.size], [heads, heads]
         wide, narrow = _projections(prefix, sizes)
         # Some formats leave out what decides strengths and decays: there it has a matrix of its own.
@@ -135,26 +136,13 @@ class GatedDeltaMixer(nn.Module):
         """Let the states take in a step's tokens; returns what they answer, [tokens, value heads, value_dim]."""
         states = context.states
         assert states is not None
-        inputs, matrices = states.layers[self.layer]
-        assert matrices is not None
-        if states.chunks is not None:
-            qkv = self.convolution(qkv, context, silu=True)
-            parameters = self.log_decay, self.dt_bias, matrices, states.chunks, self.key_heads, self.sizes.largest
-            return delta_chunks(qkv, a, b, *parameters)
-        return delta_rows(
-            qkv,
-            a,
-            b,
-            self.convolution.weight,
-            self.log_decay,
-            self.dt_bias,
-            inputs,
-            matrices,
-            states.slots,
-            context.positions,
-            self.key_heads,
-            self.sizes.largest,
-        )
+        own, gates, largest = states.layers[self.layer], (self.log_decay, self.dt_bias), self.sizes.largest
+        if states.rows is not None:
+            return delta_rows(qkv, a, b, self.convolution.weight, *gates, own, states.rows, largest)
+        assert own.recurrence is not None
+        assert states.chunks is not None
+        convolved = self.convolution(qkv, context, silu=True)
+        return delta_chunks(convolved, a, b, *gates, own.recurrence, states.chunks, largest)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of what decides how fast heads forget. Random weights forget as slowly as a new model's."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.attention.cache_layout import State
+from nanoinfer.attention.cache_layout import Matrices, State
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.mamba.decode import mamba_rows
@@ -80,8 +80,9 @@ class Mamba2:
 
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
-        channels = self.inner // ranks + 2 * len(self.groups_of(0, ranks)) * self.numbers
-        return State(channels, self.width, (self.heads // ranks, self.dim, self.numbers))
+        groups = len(self.groups_of(0, ranks))
+        matrices = Matrices(groups, self.heads // ranks, self.numbers, self.dim)
+        return State(self.inner // ranks + 2 * groups * self.numbers, self.width, matrices)
 
 
 class Mamba2Mixer(nn.Module):
@@ -154,15 +155,15 @@ class Mamba2Mixer(nn.Module):
         """Let the states take in a step's tokens; returns what they answer, [tokens, heads, dim]."""
         states = context.states
         assert states is not None
-        inputs, matrices = states.layers[self.layer]
-        assert matrices is not None
-        parameters, how = (self.log_decay, self.dt_bias, self.skips), (len(self.groups), self.sizes.limits)
-        if states.chunks is not None:
-            convolved = self.convolution(xbc, context, silu=True)
-            return mamba_chunks(convolved, dt, *parameters, matrices, states.chunks, *how)
-        own = self.convolution.weight, self.convolution.bias
-        memory = inputs, matrices, states.slots, context.positions
-        return mamba_rows(xbc, dt, *own, *parameters, *memory, *how)
+        own, limits = states.layers[self.layer], self.sizes.limits
+        parameters = self.log_decay, self.dt_bias, self.skips
+        if states.rows is not None:
+            convolution = self.convolution.weight, self.convolution.bias
+            return mamba_rows(xbc, dt, *convolution, *parameters, own, states.rows, limits)
+        assert own.recurrence is not None
+        assert states.chunks is not None
+        convolved = self.convolution(xbc, context, silu=True)
+        return mamba_chunks(convolved, dt, *parameters, own.recurrence, states.chunks, limits)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the norm, and of what decides how heads forget. Random ones are as in a new model."""

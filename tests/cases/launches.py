@@ -66,6 +66,7 @@ from nanoinfer.kernels.linear.in_order.weight import (
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.mamba.decode import mamba_rows
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
+from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, ring_length
 from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
@@ -332,12 +333,13 @@ def delta(
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     qkv, weight = empty(TOKENS, channels, dtype=BF16), empty(channels, 4, dtype=BF16)
     a, b, log_decay, bias = (empty(*rows, value_heads) for rows in ((TOKENS,), (TOKENS,), (), ()))
-    inputs, memory = empty(64, 4, channels, dtype=BF16), empty(64, value_heads, value_dim, key_dim, dtype=matrices)
+    memory = recurrence((key_heads, value_heads, key_dim, value_dim), matrices)
     if is_prefill:
-        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), key_heads, largest)
+        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), largest)
     else:
-        where = numbers(TOKENS), numbers(TOKENS)
-        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, *where, key_heads, largest)
+        states = LayerStates(empty(64, 4, channels, dtype=BF16), memory)
+        for count in (1, 64):
+            delta_rows(qkv, a, b, weight, log_decay, bias, states, state_rows(count), largest)
 
 
 def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype = BF16) -> None:
@@ -345,14 +347,30 @@ def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype
     heads, dim, groups, size = shape
     channels = heads * dim + 2 * groups * size
     xbc, dt, weight = empty(TOKENS, channels, dtype=dtype), empty(TOKENS, heads, dtype=dtype), empty(channels, 4)
-    inputs, memory = empty(64, 4, channels, dtype=dtype), empty(64, heads, dim, size)
+    memory = recurrence((groups, heads, size, dim), FP32, dtype)
     parameters, limits = [empty(heads)] * 3, (0.0, float("inf"))
     if is_prefill:
-        mamba_chunks(xbc, dt, *parameters, memory, chunks(), groups, limits)
+        mamba_chunks(xbc, dt, *parameters, memory, chunks(), limits)
         norm_groups(xbc[:, : heads * dim].view(TOKENS, groups, -1), xbc, empty(heads * dim))
     else:
-        where = numbers(TOKENS), numbers(TOKENS)
-        mamba_rows(xbc, dt, weight, empty(channels), *parameters, inputs, memory, *where, groups, limits)
+        states = LayerStates(empty(64, 4, channels, dtype=dtype), memory)
+        for count in (1, 64):
+            mamba_rows(xbc, dt, weight, empty(channels), *parameters, states, state_rows(count), limits)
+
+
+def recurrence(
+    sizes: tuple[int, int, int, int], matrices: torch.dtype, dtype: torch.dtype = BF16, guesses: int = 0
+) -> Recurrence:
+    """Return the memories of 64 sequences. sizes: key heads, heads, key dim and value dim; matrices: their dtype"""
+    key_heads, heads, key_dim, value_dim = sizes
+    ring = 64, ring_length(guesses)
+    beside = empty(*ring, key_heads, key_dim, dtype=dtype), empty(*ring, heads, value_dim, dtype=dtype)
+    return Recurrence(empty(64, heads, key_dim, value_dim, dtype=matrices), *beside, empty(*ring, heads))
+
+
+def state_rows(count: int) -> StateRows:
+    """Return the rows of a decode step."""
+    return StateRows(numbers(count), numbers(count), numbers(count))
 
 
 def norm_groups(x: Tensor, gate: Tensor, weight: Tensor) -> None:
@@ -365,7 +383,12 @@ def norm_groups(x: Tensor, gate: Tensor, weight: Tensor) -> None:
 def chunks() -> Chunks:
     """Return the chunks of eight sequences."""
     return Chunks(
-        numbers(9), *(numbers(8) for _ in range(3)), *(numbers(TOKENS // CHUNK) for _ in range(3)), numbers(9)
+        numbers(9),
+        *(numbers(8) for _ in range(3)),
+        *(numbers(TOKENS // CHUNK) for _ in range(3)),
+        numbers(9),
+        *(numbers(8) for _ in range(2)),
+        may_fold=True,
     )
 
 

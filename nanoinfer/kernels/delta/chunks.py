@@ -18,7 +18,7 @@ STRETCH = 32  # chunks that follow one another, which a program may have
 class Chunks:
     """A step's tokens, packed one sequence after another. What a sequence computes begins at a multiple of CHUNK.
 
-    It may begin elsewhere if no snapshot is taken.
+    It may begin elsewhere if no snapshot is taken. What is left behind its last whole chunk stands beside matrices.
 
     All are int32 on the device. A slot of -1 stands for none.
 
@@ -31,6 +31,9 @@ class Chunks:
     snapshots: [chunks], one more slot, that gets the states behind the chunk's last token; the chunk is whole then
     stretches: [stretches], the first chunk of each; STRETCH of a sequence's chunks are one, and those left at its end.
         Those of sequences that have several come first
+    boundaries: [seqs], the position at which the matrices of `initial` stand; without a slot the first one
+    standing: [seqs], the slot whose matrices stand at that: `initial`, or `final` if they do so once tails are folded
+    may_fold: whether some sequence may have a tail: tokens between its boundary and the first position
     """
 
     cu_lens: Tensor
@@ -41,6 +44,13 @@ class Chunks:
     first_tokens: Tensor
     snapshots: Tensor
     stretches: Tensor
+    boundaries: Tensor
+    standing: Tensor
+    may_fold: bool
+
+    def end(self, seq: int) -> int:
+        """Return the position behind a sequence's last token in this step."""
+        return int(self.starts[seq] + self.cu_lens[seq + 1] - self.cu_lens[seq])
 
 
 def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], array[int], array[int], array[int]]:

@@ -1,7 +1,8 @@
 """Causal convolutions of each channel by itself, over inputs that a ring remembers.
 
-A slot of the ring has the last `width` inputs of a sequence. The input of the token at position p is at p % width, so
-that a step writes one entry and reads the others. What stands for a position below 0 counts as 0.
+A slot of the ring has the last inputs of a sequence, `width` at least. The input of the token at position p is at
+p % length, so that a step writes one entry of each token and reads others. Where it verifies guesses, the ring is so
+long that theirs displace none that a later token needs. What stands for a position below 0 counts as 0.
 """
 
 from __future__ import annotations
@@ -14,31 +15,25 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
+from nanoinfer.kernels.states.memory import StateRows, in_ring
 
 ROW_BLOCK = 512  # channels of a row's program
 CHUNK_BLOCK = 64  # channels of a chunk's program
 
 
 def convolve_rows(
-    x: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    silu: bool,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, inputs: Tensor, rows: StateRows, silu: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """Convolve the next token of each row with those before it, and remember it.
+    """Convolve the next token of each row, and guesses behind it, with those before them, and remember them.
 
-    x: [rows, channels]; weight: [channels, width], the token's own factor last
-    inputs: [slots, width, channels], the ring
-    slots, positions: [rows] int32, a row's slot and its token's position; a slot of -1 is an empty row
+    x: [tokens, channels]; weight: [channels, width], the token's own factor last
+    inputs: [slots, length, channels], the ring; length: from states.memory.inputs_length
     silu: whether SiLU follows
     bias: [channels], added before it; None: nothing
-    Returns [rows, channels] in x's dtype; what empty rows get has no meaning.
+    Returns [tokens, channels] in x's dtype; what empty places get has no meaning.
     """
     function = convolve_rows_triton if x.is_cuda else convolve_rows_reference
-    return function(x, weight, inputs, slots, positions, silu, bias)
+    return function(x, weight, inputs, rows, silu, bias)
 
 
 def convolve_chunks(
@@ -54,21 +49,17 @@ def convolve_chunks(
 
 
 def convolve_rows_reference(
-    x: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    silu: bool,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, inputs: Tensor, rows: StateRows, silu: bool, bias: Tensor | None = None
 ) -> Tensor:
     """convolve_rows in torch."""
     width = weight.shape[1]
-    filled = slots >= 0
-    inputs[slots[filled].long(), positions[filled] % width] = x[filled]
-    window = _recall(inputs, slots, positions + 1, width)
-    window[:, -1] = x
-    return _activate((window.float() * weight.float().T).sum(dim=1), silu, bias).to(x.dtype)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    for own, places in rows.in_order():
+        slots, positions = rows.slots[own], rows.positions[places]
+        inputs[in_ring(slots, positions, inputs.shape[1])] = x[places]
+        window = _recall(inputs, slots, positions + 1, width)
+        out[places] = _activate((window.float() * weight.float().T).sum(dim=1), silu, bias).to(x.dtype)
+    return out
 
 
 def convolve_chunks_reference(
@@ -80,29 +71,27 @@ def convolve_chunks_reference(
     bounds = chunks.cu_lens.tolist()
     rows = [torch.cat([past, x[i:j]]) for past, i, j in zip(before, bounds[:-1], bounds[1:], strict=True)]
     for seq, (row, start, slot) in enumerate(zip(rows, chunks.starts.tolist(), chunks.final.tolist(), strict=True)):
-        _remember(inputs, slot, row, start + bounds[seq + 1] - bounds[seq])
+        _remember(inputs, slot, row[-width:], start + bounds[seq + 1] - bounds[seq])
     for seq, first, slot in zip(
         chunks.seqs.tolist(), chunks.first_tokens.tolist(), chunks.snapshots.tolist(), strict=True
     ):
         end = first - bounds[seq] + CHUNK
-        _remember(inputs, slot, rows[seq][: width - 1 + end], int(chunks.starts[seq]) + end)
+        _remember(inputs, slot, rows[seq][end - 1 : width - 1 + end], int(chunks.starts[seq]) + end)
     windows = torch.cat([row.unfold(0, width, 1) for row in rows])
     return _activate((windows.float() * weight.float()).sum(dim=2), silu, bias).to(x.dtype)
 
 
 def _recall(inputs: Tensor, slots: Tensor, ends: Tensor, count: int) -> Tensor:
     """Return the inputs of `count` positions before each end, [rows, count, channels]; 0 where there are none."""
-    width = inputs.shape[1]
     positions = ends.unsqueeze(1) + torch.arange(-count, 0, device=ends.device)
     known = (positions >= 0) & (slots >= 0).unsqueeze(1)
-    return inputs[slots.clamp(min=0).long().unsqueeze(1), positions % width].where(known.unsqueeze(2), 0)
+    return inputs[in_ring(slots.clamp(min=0), positions, inputs.shape[1])].where(known.unsqueeze(2), 0)
 
 
 def _remember(inputs: Tensor, slot: int, row: Tensor, end: int) -> None:
-    """Write the last inputs before position `end`, which a row ends with, to a slot, if it is one."""
-    width = inputs.shape[1]
+    """Write the inputs of a row, which end before position `end`, to a slot, if it is one."""
     if slot >= 0:
-        inputs[slot, torch.arange(end - width, end, device=row.device) % width] = row[-width:]
+        inputs[slot, torch.arange(end - len(row), end, device=row.device) % inputs.shape[1]] = row
 
 
 def _activate(x: Tensor, silu: bool, bias: Tensor | None) -> Tensor:
@@ -111,28 +100,26 @@ def _activate(x: Tensor, silu: bool, bias: Tensor | None) -> Tensor:
 
 
 def convolve_rows_triton(
-    x: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    silu: bool,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, inputs: Tensor, rows: StateRows, silu: bool, bias: Tensor | None = None
 ) -> Tensor:
     """convolve_rows as one launch. The kernel before may write x alone: the others are read before it ends."""
-    (rows, channels), width = x.shape, weight.shape[1]
-    out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    _convolve_rows_kernel[(cdiv(channels, ROW_BLOCK), rows)](
+    channels, width = weight.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _convolve_rows_kernel[(cdiv(channels, ROW_BLOCK), len(rows.slots))](
         x,
         weight,
         bias,
         inputs,
-        slots,
-        positions,
+        rows.slots,
+        rows.positions,
+        rows.first,
+        rows.counts,
         out,
+        len(rows.slots),
         x.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        LENGTH=inputs.shape[1],
         SILU=silu,
         BLOCK=ROW_BLOCK,
         **launch_options(x),
@@ -163,6 +150,7 @@ def convolve_chunks_triton(
         x.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        LENGTH=inputs.shape[1],
         SILU=silu,
         TOKENS=CHUNK,
         BLOCK=CHUNK_BLOCK,
@@ -172,7 +160,7 @@ def convolve_chunks_triton(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _convolve_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -180,10 +168,14 @@ def _convolve_rows_kernel(
     inputs_ptr,
     slots_ptr,
     positions_ptr,
+    first_ptr,
+    counts_ptr,
     out_ptr,
+    rows,
     x_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -194,16 +186,28 @@ def _convolve_rows_kernel(
     slot = load_complete(slots_ptr + row).to(tl.int64)
     position = load_complete(positions_ptr + row)
     where = inputs_ptr, weight_ptr, bias_ptr, slot, position
-    past, own = convolve_past(where, channel, mask, CHANNELS, WIDTH)
+    past, own = convolve_past(where, channel, mask, CHANNELS, WIDTH, LENGTH)
     wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + row * x_stride + channel, mask=mask, other=0.0)
-    remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS, WIDTH)
+    remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS, LENGTH)
     out = past + x.to(tl.float32) * own
     tl.store(out_ptr + row * CHANNELS + channel, silu_or_same(out, SILU).to(x.dtype), mask=mask)
+    if first_ptr is not None:
+        place = rows + tl.load(first_ptr + row)
+        for _ in range(tl.load(counts_ptr + row)):
+            tl.debug_barrier()  # all threads see what this program has written to the ring
+            position += 1
+            where = inputs_ptr, weight_ptr, bias_ptr, slot, position
+            past, own = convolve_past(where, channel, mask, CHANNELS, WIDTH, LENGTH)
+            x = tl.load(x_ptr + place * x_stride + channel, mask=mask, other=0.0)
+            remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS, LENGTH)
+            out = past + x.to(tl.float32) * own
+            tl.store(out_ptr + place * CHANNELS + channel, silu_or_same(out, SILU).to(x.dtype), mask=mask)
+            place += 1
 
 
 @triton.jit
-def convolve_past(where, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+def convolve_past(where, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr):
     """Return what the tokens before a row's add to its convolution in these channels, and the token's own factor.
 
     where: inputs, weights, biases, the slot, int64, of which -1 is no token, and the token's position. May run before
@@ -215,7 +219,7 @@ def convolve_past(where, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.conste
         total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     for back in tl.static_range(WIDTH - 1, 0, -1):  # a sum over a dimension would have another order in other programs
         known = mask & (channel < tl.where((slot >= 0) & (position >= back), CHANNELS, 0))
-        entry = slot * WIDTH + tl.maximum(position - back, 0) % WIDTH
+        entry = slot * LENGTH + tl.maximum(position - back, 0) % LENGTH
         x = load_complete(inputs_ptr + entry * CHANNELS + channel, known, 0.0)
         weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0)
         total += x.to(tl.float32) * weight.to(tl.float32)
@@ -223,11 +227,11 @@ def convolve_past(where, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+def remember(inputs_ptr, slot, position, channel, x, mask, CHANNELS: tl.constexpr, LENGTH: tl.constexpr):
     """Write a token's inputs of the convolution to the ring; slot: int64, -1: do not."""
-    entry = tl.maximum(position, 0) % WIDTH
+    entry = tl.maximum(position, 0) % LENGTH
     mask &= channel < tl.where(slot >= 0, CHANNELS, 0)
-    tl.store(inputs_ptr + (slot * WIDTH + entry) * CHANNELS + channel, x, mask=mask)
+    tl.store(inputs_ptr + (slot * LENGTH + entry) * CHANNELS + channel, x, mask=mask)
 
 
 @triton.jit
@@ -271,6 +275,7 @@ def _convolve_chunks_kernel(
     x_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -287,7 +292,7 @@ def _convolve_chunks_kernel(
     factors = (weight_ptr, bias_ptr)
 
     token = first + tl.arange(0, TOKENS)
-    out = _convolve(token, channel, factors, source, CHANNELS, WIDTH, False)
+    out = _convolve(token, channel, factors, source, CHANNELS, WIDTH, LENGTH, False)
     out = silu_or_same(out, SILU).to(out_ptr.dtype.element_ty)
     sees_new = (token >= begin + WIDTH - 1) & (token < end)
     tl.store(out_ptr + token.to(tl.int64)[:, None] * CHANNELS + channel, out, mask=sees_new[:, None] & mask)
@@ -295,45 +300,63 @@ def _convolve_chunks_kernel(
     # the other.
     if first == begin:
         early = begin + w
-        early_out = _convolve(early, channel, factors, source, CHANNELS, WIDTH, True)
+        early_out = _convolve(early, channel, factors, source, CHANNELS, WIDTH, LENGTH, True)
         early_out = silu_or_same(early_out, SILU).to(out_ptr.dtype.element_ty)
         sees_old = (w < WIDTH - 1) & (early < end)
         tl.store(out_ptr + early.to(tl.int64)[:, None] * CHANNELS + channel, early_out, mask=sees_old[:, None] & mask)
         final = tl.load(final_ptr + seq).to(tl.int64)
         if final >= 0:
-            _keep(final, end - WIDTH + w, channel, source, CHANNELS, WIDTH, True)
+            _keep(final, end - WIDTH + w, channel, source, CHANNELS, WIDTH, LENGTH, True)
     snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
     if snapshot >= 0:
-        _keep(snapshot, first + TOKENS - WIDTH + w, channel, source, CHANNELS, WIDTH, False)
+        _keep(snapshot, first + TOKENS - WIDTH + w, channel, source, CHANNELS, WIDTH, LENGTH, False)
 
 
 @triton.jit
-def _convolve(token, channel, factors, source, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_RING: tl.constexpr):
+def _convolve(
+    token,
+    channel,
+    factors,
+    source,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    FROM_RING: tl.constexpr,
+):
     """Return the convolution at some tokens, [tokens, channels], in float32. factors: weights, and biases"""
     weight_ptr, bias_ptr = factors
     out = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(WIDTH - 1, -1, -1):
-        x = _inputs_of(token - back, channel, source, CHANNELS, WIDTH, FROM_RING)
+        x = _inputs_of(token - back, channel, source, CHANNELS, LENGTH, FROM_RING)
         weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=channel < CHANNELS, other=0.0)
         out += x.to(tl.float32) * weight.to(tl.float32)[None, :]
     return out
 
 
 @triton.jit
-def _keep(slot, token, channel, source, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_RING: tl.constexpr):
+def _keep(
+    slot,
+    token,
+    channel,
+    source,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    FROM_RING: tl.constexpr,
+):
     """Write the inputs of some tokens, of which the first WIDTH count, to a slot."""
     _, inputs_ptr, begin, _, start, _, _ = source
-    x = _inputs_of(token, channel, source, CHANNELS, WIDTH, FROM_RING)
+    x = _inputs_of(token, channel, source, CHANNELS, LENGTH, FROM_RING)
     tl.debug_barrier()  # all threads have read what the slot had
-    entry = slot * WIDTH + (start + token - begin + WIDTH) % WIDTH
+    entry = slot * LENGTH + (start + token - begin + LENGTH) % LENGTH
     mask = (tl.arange(0, token.shape[0]) < WIDTH)[:, None] & (channel < CHANNELS)
     tl.store(inputs_ptr + entry[:, None] * CHANNELS + channel, x, mask=mask)
 
 
 @triton.jit
-def _inputs_of(token, channel, source, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_RING: tl.constexpr):
+def _inputs_of(token, channel, source, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, FROM_RING: tl.constexpr):
     """Return the inputs, [tokens, channels], of tokens; FROM_RING: some may lie before the step's first one."""
     x_ptr, inputs_ptr, begin, end, start, initial, x_stride = source
     mask = (channel < CHANNELS)[None, :]
@@ -342,7 +365,7 @@ def _inputs_of(token, channel, source, CHANNELS: tl.constexpr, WIDTH: tl.constex
     if FROM_RING:
         position = start + token - begin
         is_old = (token < begin) & (position >= tl.where(initial >= 0, 0, start))
-        entry = initial.to(tl.int64) * WIDTH + tl.maximum(position, 0) % WIDTH
+        entry = initial.to(tl.int64) * LENGTH + tl.maximum(position, 0) % LENGTH
         old = tl.load(inputs_ptr + entry[:, None] * CHANNELS + channel, mask=is_old[:, None] & mask, other=0.0)
         x = tl.where((token < begin)[:, None], old, x)
     return x

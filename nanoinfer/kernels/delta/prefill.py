@@ -11,8 +11,11 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, chunks_before
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
-from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
+from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, keys_of, length_factor, split_heads
 from nanoinfer.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, shared_memory
+from nanoinfer.kernels.states.fold import fold_tails
+from nanoinfer.kernels.states.memory import Recurrence
+from nanoinfer.kernels.states.tails import store_tail, write_tail
 
 CHUNKS_AT_ONCE = 32  # of which the reference has the numbers in memory
 
@@ -23,19 +26,22 @@ def delta_chunks(
     b: Tensor,
     log_decay: Tensor,
     dt_bias: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    key_heads: int,
     largest: float = 1.0,
 ) -> Tensor:
     """Compute delta_rows' recurrence for each token of a prefill step; write the states behind sequences and snapshots.
 
+    Matrices get those behind the last whole chunk, and the tokens behind that stand beside them.
+
     qkv: [tokens, channels], convolved already; a, b: [tokens, value heads]
-    log_decay, dt_bias, matrices, key_heads, largest: as for delta_rows
+    log_decay, dt_bias, recurrence, largest: as for delta_rows
     Returns [tokens, value heads, value dim] in qkv's dtype.
     """
+    if chunks.may_fold:
+        fold_tails(recurrence, chunks)
     function = delta_chunks_triton if qkv.is_cuda else delta_chunks_reference
-    return function(qkv, a, b, log_decay, dt_bias, matrices, chunks, key_heads, largest)
+    return function(qkv, a, b, log_decay, dt_bias, recurrence, chunks, largest)
 
 
 def delta_chunks_reference(
@@ -44,32 +50,39 @@ def delta_chunks_reference(
     b: Tensor,
     log_decay: Tensor,
     dt_bias: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    key_heads: int,
     largest: float = 1.0,
 ) -> Tensor:
-    """delta_chunks in torch."""
+    """delta_chunks in torch, behind fold_tails."""
+    matrices, heads, value_dim = recurrence.matrices, *recurrence.updates.shape[2:]
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
     is_token = tokens < chunks.cu_lens[chunks.seqs.long() + 1].unsqueeze(1)
     seqs, snapshots, final = chunks.seqs.tolist(), chunks.snapshots.tolist(), chunks.final.tolist()
-    out = torch.empty((len(qkv), *matrices.shape[1:3]), dtype=qkv.dtype, device=qkv.device)
+    raw, factors = keys_of(qkv, recurrence.key_heads, heads, value_dim)
+    out = torch.empty((len(qkv), heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     for first in range(0, len(seqs), CHUNKS_AT_ONCE):
         group = slice(first, first + CHUNKS_AT_ONCE)
         mask = is_token[group]
         at = tokens[group].where(mask, 0).flatten()
-        heads = split_heads(qkv[at], key_heads, *matrices.shape[1:3])
-        terms = (*heads, *gates(a[at], b[at], log_decay, dt_bias, largest))
+        split = split_heads(qkv[at], recurrence.key_heads, heads, value_dim)
+        terms = (*split, *gates(a[at], b[at], log_decay, dt_bias, largest))
         within = _look_within_reference(*(_by_chunk(x, mask) for x in terms))
         answers = torch.empty_like(within.updates)
         for i, chunk in enumerate(range(first, min(first + CHUNKS_AT_ONCE, len(seqs)))):
             seq = seqs[chunk]
             if chunk == 0 or seqs[chunk - 1] != seq:
-                slot = int(chunks.initial[seq])
+                slot = int(chunks.standing[seq])
                 state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
-            new = within.updates[i] - within.taken[i] @ state.mT
-            answers[i] = within.q[i] @ state.mT + within.scores[i] @ new
-            state = state * within.decay[i] + new.mT @ within.k[i]
+            new = within.updates[i] - within.taken[i] @ state
+            answers[i] = within.q[i] @ state + within.scores[i] @ new
+            own = tokens[chunk][is_token[chunk]].long()
+            if len(own) < CHUNK:
+                updates = new[:, : len(own)].transpose(0, 1) * factors[own].unsqueeze(-1)
+                total = within.total[i, :, : len(own), 0].T
+                write_tail(recurrence, final[seq], chunks.end(seq), (raw[own], updates, total))
+            else:
+                state = state * within.decay[i] + within.k[i].mT @ new
             is_last = chunk + 1 == len(seqs) or seqs[chunk + 1] != seq
             for slot in (snapshots[chunk], final[seq] if is_last else -1):
                 if slot >= 0:
@@ -91,7 +104,7 @@ class _Within(NamedTuple):
     q, k: as they meet the state before the chunk, and behind it, [CHUNK, key dim]
     scores: of queries and updates, [CHUNK, CHUNK]
     updates: of values, behind a state of zeros, [CHUNK, value dim]; taken: off them for the state, [CHUNK, key dim]
-    decay: of the state, [1, 1]
+    decay: of the state, [1, 1]; total: the logarithms of decays up to each token, [CHUNK, 1]
     """
 
     q: Tensor
@@ -100,6 +113,7 @@ class _Within(NamedTuple):
     updates: Tensor
     taken: Tensor
     decay: Tensor
+    total: Tensor
 
 
 def _look_within_reference(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> _Within:
@@ -120,6 +134,7 @@ def _look_within_reference(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, 
         updates=solutions @ (strengths * v),
         taken=solutions @ (strengths * total.exp() * k),
         decay=last.exp(),
+        total=total,
     )
 
 
@@ -129,19 +144,18 @@ def delta_chunks_triton(
     b: Tensor,
     log_decay: Tensor,
     dt_bias: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    key_heads: int,
     largest: float = 1.0,
 ) -> Tensor:
-    """delta_chunks as two launches.
+    """delta_chunks as two launches, behind fold_tails.
 
     The first one's programs have a chunk and a head each: what does not depend on the state. Those of the second have a
     sequence, a head and some of its values, and go from chunk to chunk.
     """
-    value_heads, value_dim, key_dim = matrices.shape[1:]
+    value_heads, key_dim, value_dim = recurrence.matrices.shape[1:]
     shape = {
-        "KEY_HEADS": key_heads,
+        "KEY_HEADS": recurrence.key_heads,
         "VALUE_HEADS": value_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
@@ -169,14 +183,14 @@ def delta_chunks_triton(
         num_warps=_warps(qkv),
         enable_fp_fusion=True,
     )
-    return _go_through(qkv, squares, factors, matrices, chunks, shape)
+    return _go_through(qkv, squares, factors, recurrence, chunks, shape)
 
 
 def _go_through(
-    qkv: Tensor, squares: Tensor, factors: Tensor, matrices: Tensor, chunks: Chunks, shape: dict[str, int]
+    qkv: Tensor, squares: Tensor, factors: Tensor, recurrence: Recurrence, chunks: Chunks, shape: dict[str, int]
 ) -> Tensor:
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
-    seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
+    seqs, (value_heads, value_dim) = len(chunks.starts), recurrence.updates.shape[2:]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     values = _values_at_once(seqs * value_heads, value_dim, qkv.device)
     if qkv.dtype != torch.float32 and _stages(shape["BLOCK_K"], values, qkv) == 1:
@@ -186,9 +200,10 @@ def _go_through(
         qkv,
         *squares,
         factors,
-        matrices,
+        *recurrence,
         chunks.cu_lens,
-        chunks.initial,
+        chunks.starts,
+        chunks.standing,
         chunks.final,
         chunks.seqs,
         chunks.snapshots,
@@ -196,6 +211,7 @@ def _go_through(
         len(chunks.seqs),
         qkv.stride(0),
         **shape,
+        RING=recurrence.ring,
         BLOCK_V=values,
         num_warps=_warps(qkv),
         num_stages=_stages(shape["BLOCK_K"], values, qkv),
@@ -252,8 +268,9 @@ def _look_within_kernel(
 ):
     """Write of a chunk: what makes updates of values less what the state has for them, and the scores of updates.
 
-    The factors of each token are those of its query and its key where they meet the state before the chunk, of its
-    update in the state behind it, and the decay of the chunk, which all of its tokens have alike.
+    The factors of each token are those of its query and its key where they meet the state before the chunk, and of its
+    update in the state behind it, or beside the state if the chunk is not whole. Behind them are the logarithms of
+    decays up to each token.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
@@ -274,8 +291,9 @@ def _look_within_kernel(
     rows = factors_ptr + (chunk * VALUE_HEADS + head) * 4 * TOKENS + t
     tl.store(rows, q_factor * tl.exp(total))
     tl.store(rows + TOKENS, k_factor * tl.exp(total))
-    tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
-    tl.store(rows + 3 * TOKENS, decay_of(last) + tl.zeros([TOKENS], tl.float32))
+    is_whole = tl.sum(is_token.to(tl.int32), axis=0) == TOKENS
+    tl.store(rows + 2 * TOKENS, k_factor * tl.exp(tl.where(is_whole, last - total, 0.0)))
+    tl.store(rows + 3 * TOKENS, total)
 
     square = (chunk * VALUE_HEADS + head) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
@@ -294,8 +312,12 @@ def _go_through_kernel(
     scores_ptr,
     factors_ptr,
     matrices_ptr,
+    keys_ptr,
+    updates_ptr,
+    decays_ptr,
     cu_lens_ptr,
-    initial_ptr,
+    starts_ptr,
+    standing_ptr,
     final_ptr,
     seqs_ptr,
     snapshots_ptr,
@@ -308,19 +330,22 @@ def _go_through_kernel(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RING: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(cu_lens_ptr + seq).to(tl.int64), tl.load(cu_lens_ptr + seq + 1).to(tl.int64)
     t, d, v = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     has_k, has_v = d < KEY_DIM, v < VALUE_DIM
-    matrix = (head * VALUE_DIM + v[None, :]) * KEY_DIM + d[:, None]  # the state is transposed here: [keys, values]
+    matrix = (head * KEY_DIM + d[:, None]) * VALUE_DIM + v
     matrix_mask = has_k[:, None] & has_v
     MATRICES: tl.constexpr = VALUE_HEADS * VALUE_DIM * KEY_DIM
-    initial = tl.load(initial_ptr + seq).to(tl.int64)
-    known = (d < tl.where(initial >= 0, KEY_DIM, 0))[:, None] & has_v
-    state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-    q_places = t[:, None] * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
+    standing, final = tl.load(standing_ptr + seq).to(tl.int64), tl.load(final_ptr + seq).to(tl.int64)
+    known = (d < tl.where(standing >= 0, KEY_DIM, 0))[:, None] & has_v
+    state = tl.load(matrices_ptr + standing * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+    memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
+    TOGETHER: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    q_places = t[:, None] * qkv_stride + head // TOGETHER * KEY_DIM + d
     v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
     first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
@@ -335,7 +360,7 @@ def _go_through_kernel(
         rows = factors_ptr + chunk_head * 4 * TOKENS + t
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
-        decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
+        last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
         k = tl.load(tokens_ptr + KEY_HEADS * KEY_DIM + q_places, mask=is_token & has_k, other=0.0)
         value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
         narrow = state.to(k.dtype)
@@ -347,14 +372,22 @@ def _go_through_kernel(
         scores = tl.load(scores_ptr + square)
         out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
-        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
+        if (end - first < TOKENS) & (final >= 0):
+            tl.store(
+                matrices_ptr + final * MATRICES + matrix, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask
+            )
+            position = tl.load(starts_ptr + seq) + first - begin + t
+            heads = head // TOGETHER, head, KEY_HEADS, VALUE_HEADS
+            values = (head % TOGETHER == 0) & (part == 0), d, v, KEY_DIM, VALUE_DIM
+            tail = k, decayed, tl.load(rows + 3 * TOKENS)
+            store_tail(memory, final, position, t < end - first, tail, heads, values, RING)
+        state = tl.dot(tl.trans(k), decayed, state * decay_of(last), input_precision="ieee")
 
         out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
             tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    final = tl.load(final_ptr + seq).to(tl.int64)
-    if final >= 0:
+    if (final >= 0) & ((end - begin) % TOKENS == 0):
         final_ptrs = matrices_ptr + final * MATRICES + matrix
         tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)

@@ -25,6 +25,16 @@ def split_heads(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -
     return q * q.shape[-1] ** -0.5, k, v
 
 
+def keys_of(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the keys as they are, [tokens, key heads, key dim], and what gives them length 1: [tokens, value heads].
+
+    qkv: as for split_heads
+    """
+    keys = qkv[:, : -value_heads * value_dim].unflatten(1, (2, key_heads, -1))[:, 1]
+    factors = torch.rsqrt(keys.float().square().sum(-1) + L2_EPS.value)
+    return keys, factors.repeat_interleave(value_heads // key_heads, dim=1)
+
+
 def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Return the logarithms of decays, and the strengths of updates, both [tokens, value heads] in float32.
 

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from nanoinfer.kernels.delta.terms import decay_of
 from nanoinfer.kernels.mamba.terms import step_of
+from nanoinfer.kernels.states.tails import store_tail
 
 
 @triton.jit(do_not_specialize=["least", "most"])
@@ -71,7 +72,7 @@ def sum_stretch_kernel(
     seqs_ptr,
     first_tokens_ptr,
     stretches_ptr,
-    initial_ptr,
+    standing_ptr,
     xbc_stride,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -91,10 +92,10 @@ def sum_stretch_kernel(
     seq, first = tl.load(seqs_ptr + chunk), tl.load(first_tokens_ptr + chunk).to(tl.int64)
     t, n, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
     has_n, has_d = n < NUMBERS, d < DIM
-    matrix, mask = (head * DIM + d[None, :]) * NUMBERS + n[:, None], has_n[:, None] & has_d
+    matrix, mask = (head * NUMBERS + n[:, None]) * DIM + d, has_n[:, None] & has_d
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if first == tl.load(cu_lens_ptr + seq):
-        state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, mask, MATRICES)
+        state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, mask, MATRICES)
         tl.store(sums_ptr + stretch * MATRICES + matrix, state, mask=mask)
     if first + CHUNKS * TOKENS < tl.load(cu_lens_ptr + seq + 1):
         x_places = t[:, None] * xbc_stride + head * DIM + d
@@ -110,10 +111,10 @@ def sum_stretch_kernel(
 
 
 @triton.jit
-def _load_initial(matrices_ptr, initial, matrix, mask, MATRICES: tl.constexpr):
-    """Return the state before a sequence, in float32; initial: its slot, or -1: there is none."""
-    known = mask & (initial >= 0)
-    return tl.load(matrices_ptr + initial.to(tl.int64) * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+def _load_standing(matrices_ptr, standing, matrix, mask, MATRICES: tl.constexpr):
+    """Return the state before a sequence, in float32; standing: its slot, or -1: there is none."""
+    known = mask & (standing >= 0)
+    return tl.load(matrices_ptr + standing.to(tl.int64) * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -132,11 +133,15 @@ def walk_stretch_kernel(
     skips_ptr,
     sums_ptr,
     matrices_ptr,
+    keys_ptr,
+    updates_ptr,
+    decays_ptr,
     cu_lens_ptr,
     seqs_ptr,
     first_tokens_ptr,
+    starts_ptr,
     stretches_ptr,
-    initial_ptr,
+    standing_ptr,
     final_ptr,
     snapshots_ptr,
     out_ptr,
@@ -150,6 +155,7 @@ def walk_stretch_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
+    RING: tl.constexpr,
     DIVIDED: tl.constexpr,
 ):
     """Write the results of a stretch's tokens, and the states behind it.
@@ -162,7 +168,7 @@ def walk_stretch_kernel(
     begin, end = tl.load(first_tokens_ptr + first_chunk).to(tl.int64), tl.load(cu_lens_ptr + seq + 1).to(tl.int64)
     t, n, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
     has_n, has_d = n < NUMBERS, d < DIM
-    matrix = (head * DIM + d[None, :]) * NUMBERS + n[:, None]  # the state is transposed here: [numbers, inputs]
+    matrix = (head * NUMBERS + n[:, None]) * DIM + d
     matrix_mask = has_n[:, None] & has_d
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if DIVIDED:
@@ -170,15 +176,18 @@ def walk_stretch_kernel(
         if stretch < summed:
             state = tl.load(sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix, mask=matrix_mask, other=0.0)
         else:
-            state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, matrix_mask, MATRICES)
+            state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
         for i in range(before):
             rows = factors_ptr + ((first_chunk - (before - i) * CHUNKS) * HEADS + head) * 2 * TOKENS
             sum_ptrs = sums_ptr + (stretch - before + i + 1).to(tl.int64) * MATRICES + matrix
             state *= _decay_of_stretch(rows, HEADS, TOKENS, CHUNKS)
             state += tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
     else:
-        state = _load_initial(matrices_ptr, tl.load(initial_ptr + seq), matrix, matrix_mask, MATRICES)
-    group = head // (HEADS // GROUPS)
+        state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
+    TOGETHER: tl.constexpr = HEADS // GROUPS
+    group = head // TOGETHER
+    final = tl.load(final_ptr + seq).to(tl.int64)
+    memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     skip = tl.load(skips_ptr + head).to(tl.float32)
     x_places = t[:, None] * xbc_stride + head * DIM + d
     b_places = t[:, None] * xbc_stride + HEADS * DIM + group * NUMBERS + n
@@ -199,6 +208,14 @@ def walk_stretch_kernel(
         between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
         out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
         out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+        if (end - first < TOKENS) & (final >= 0):
+            tl.store(
+                matrices_ptr + final * MATRICES + matrix, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask
+            )
+            position = tl.load(starts_ptr + seq) + first - tl.load(cu_lens_ptr + seq) + t
+            numbers = (head % TOGETHER == 0) & (part == 0), n, d, NUMBERS, DIM
+            tail = b, x.to(tl.float32) * step[:, None], total
+            store_tail(memory, final, position, t < end - first, tail, (group, head, GROUPS, HEADS), numbers, RING)
         state = _take_in(state, x, b, rows, t, TOKENS)
 
         out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
@@ -206,8 +223,7 @@ def walk_stretch_kernel(
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
             tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    final = tl.load(final_ptr + seq).to(tl.int64)
-    if (final >= 0) & (begin + CHUNKS * TOKENS >= end):
+    if (final >= 0) & (begin + CHUNKS * TOKENS >= end) & ((end - begin) % TOKENS == 0):
         final_ptrs = matrices_ptr + final * MATRICES + matrix
         tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
 

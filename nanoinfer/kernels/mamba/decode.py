@@ -1,4 +1,4 @@
-"""Mamba2 for one token a row: a decode step of all rows, its convolution included."""
+"""Mamba2 for a decode step of all rows, its convolution included."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
-from nanoinfer.kernels.delta.terms import decay_of
-from nanoinfer.kernels.launch import (
-    cdiv,
-    launch_options,
-    load_complete,
-    next_power_of_2,
-    num_multiprocessors,
-    wait_for_predecessor,
-)
-from nanoinfer.kernels.mamba.terms import split_channels, step_of, steps_of
-
-INPUTS, FEW_INPUTS = 32, 16  # of a head that a program has; where heads do not give each multiprocessor one
+from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.mamba.terms import grouped, split_channels, step_of, steps_of
+from nanoinfer.kernels.states.fold import fold_parts, fold_rows_reference
+from nanoinfer.kernels.states.memory import LayerStates, StateRows
+from nanoinfer.kernels.states.since import read, write
+from nanoinfer.kernels.states.walk import Walk
 
 
 def mamba_rows(
@@ -30,27 +25,24 @@ def mamba_rows(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    inputs: Tensor,
-    matrices: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    groups: int,
+    states: LayerStates,
+    rows: StateRows,
     limits: tuple[float, float],
 ) -> Tensor:
     """Let each row's state forget a little, take in its token, and answer it (Dao and Gu, 2024).
 
-    S = decay * S + step * x B^T; out = S C + skip * x. step = softplus(dt + dt_bias) within the limits, decay =
-    exp(-exp(log_decay) * step). x, B and C come out of a convolution and SiLU.
+    S = decay * S + B (step * x)^T; out = S^T C + skip * x. step = softplus(dt + dt_bias) within the limits, decay =
+    exp(-exp(log_decay) * step). x, B and C come out of a convolution and SiLU. Guesses follow their row's token in
+    their order.
 
-    xbc: [rows, channels], not convolved: x | B | C, heads * dim, groups * numbers, and the same
-    dt: [rows, heads]; log_decay, dt_bias, skips: [heads] float32; groups: divide heads, which share a group's B and C
-    weight, inputs, slots, positions: as for convolve_rows, with SiLU; bias: [channels], the convolution's
-    matrices: [slots, heads, dim, numbers], float32 or bfloat16: S, changed in place as inputs are
-    Returns [rows, heads, dim] in xbc's dtype; what empty rows get has no meaning.
+    xbc: [tokens, channels], not convolved: x | B | C, heads * dim, groups * numbers, and the same
+    dt: [tokens, heads]; log_decay, dt_bias, skips: [heads] float32
+    weight: as for convolve_rows, with SiLU; bias: [channels], the convolution's
+    states: have a recurrence: its keys are B, whose heads are the groups, and its updates step * x
+    Returns [tokens, heads, dim] in xbc's dtype; what empty places get has no meaning.
     """
     function = mamba_rows_triton if xbc.is_cuda else mamba_rows_reference
-    parameters = weight, bias, log_decay, dt_bias, skips
-    return function(xbc, dt, *parameters, inputs, matrices, slots, positions, groups, limits)
+    return function(xbc, dt, weight, bias, log_decay, dt_bias, skips, states, rows, limits)
 
 
 def mamba_rows_reference(
@@ -61,23 +53,28 @@ def mamba_rows_reference(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    inputs: Tensor,
-    matrices: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    groups: int,
+    states: LayerStates,
+    rows: StateRows,
     limits: tuple[float, float],
 ) -> Tensor:
     """mamba_rows in torch."""
-    convolved = convolve_rows_reference(xbc, weight, inputs, slots, positions, True, bias)
-    heads, dim, _ = matrices.shape[1:]
-    x, b, c = (y.unsqueeze(-1) for y in split_channels(convolved, heads, dim, groups))
-    steps, decays = (y[..., None, None] for y in steps_of(dt, log_decay, dt_bias, limits))
-    filled = slots >= 0
-    states = matrices[slots.clamp(min=0).long()].float().where(filled[:, None, None, None], 0) * decays.exp()
-    states = states + steps * x @ b.mT
-    matrices[slots[filled].long()] = states[filled].to(matrices.dtype)
-    return (states @ c + skips.float()[:, None, None] * x).squeeze(-1).to(xbc.dtype)
+    recurrence = states.recurrence
+    assert recurrence is not None
+    (heads, dim), groups = recurrence.updates.shape[2:], recurrence.key_heads
+    convolved = convolve_rows_reference(xbc, weight, states.inputs, rows, True, bias)
+    x, b, c = split_channels(convolved, heads, dim, groups)
+    raw = grouped(convolved, heads * dim, groups)
+    steps, decays = steps_of(dt, log_decay, dt_bias, limits)
+    boundaries = fold_rows_reference(recurrence, rows)
+    out = torch.zeros((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
+    for own, places in rows.in_order():
+        where = rows.slots[own], boundaries[own], rows.positions[places]
+        since, inputs = read(recurrence, *where), x[places]
+        total, updates = since.before + decays[places], steps[places].unsqueeze(-1) * inputs
+        answers = since.answer(c[places], total) + (b[places] * c[places]).sum(-1, keepdim=True) * updates
+        out[places] = (answers + skips.float().unsqueeze(-1) * inputs).to(out.dtype)
+        write(recurrence, *where, (raw[places], updates, total))
+    return out
 
 
 def mamba_rows_triton(
@@ -88,23 +85,20 @@ def mamba_rows_triton(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    inputs: Tensor,
-    matrices: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    groups: int,
+    states: LayerStates,
+    rows: StateRows,
     limits: tuple[float, float],
 ) -> Tensor:
     """mamba_rows as one launch. The kernel before may write xbc and dt alone: the others are read before it ends.
 
-    A program has a row's head, or some of its inputs: rows of the matrix, which it reads and writes once.
+    A program has a row's group, and some inputs of the heads that share it, one part after another.
     """
-    rows, (heads, dim, numbers) = len(xbc), matrices.shape[1:]
-    out = torch.empty((rows, heads, dim), dtype=xbc.dtype, device=xbc.device)
-    block_n = next_power_of_2(numbers)
-    most = FEW_INPUTS if rows * heads < num_multiprocessors(xbc.device) else INPUTS
-    block_d = min(most, next_power_of_2(dim))
-    _mamba_rows_kernel[(cdiv(dim, block_d), heads, rows)](
+    recurrence = states.recurrence
+    assert recurrence is not None
+    heads, numbers, dim = recurrence.matrices.shape[1:]
+    out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
+    walk = Walk.of(recurrence, len(rows.slots))
+    _mamba_rows_kernel[(walk.programs, recurrence.key_heads, len(rows.slots))](
         xbc,
         dt,
         weight,
@@ -112,22 +106,28 @@ def mamba_rows_triton(
         log_decay,
         dt_bias,
         skips,
-        inputs,
-        matrices,
-        slots,
-        positions,
+        states.inputs,
+        *recurrence,
+        rows.slots,
+        rows.positions,
+        rows.boundaries,
         out,
         xbc.stride(0),
         dt.stride(0),
         *limits,
-        GROUPS=groups,
+        GROUPS=recurrence.key_heads,
         HEADS=heads,
         DIM=dim,
         NUMBERS=numbers,
         WIDTH=weight.shape[1],
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=4,
+        LENGTH=states.inputs.shape[1],
+        RING=recurrence.ring,
+        TOKENS=CHUNK,
+        BLOCK_N=walk.keys,
+        BLOCK_D=walk.values,
+        EACH=walk.each,
+        STAGES=walk.stages,
+        num_warps=walk.warps,
         **launch_options(xbc),
     )
     return out
@@ -144,8 +144,12 @@ def _mamba_rows_kernel(
     skips_ptr,
     inputs_ptr,
     matrices_ptr,
+    keys_ptr,
+    updates_ptr,
+    decays_ptr,
     slots_ptr,
     positions_ptr,
+    boundaries_ptr,
     out_ptr,
     xbc_stride,
     dt_stride,
@@ -156,48 +160,81 @@ def _mamba_rows_kernel(
     DIM: tl.constexpr,
     NUMBERS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    RING: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EACH: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = HEADS * DIM + 2 * GROUPS * NUMBERS
     TOGETHER: tl.constexpr = HEADS // GROUPS
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n, d = tl.arange(0, BLOCK_N), part * BLOCK_D + tl.arange(0, BLOCK_D)
-    has_n, has_d = n < NUMBERS, d < DIM
+    PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D  # of a head
+    program, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n, t, r = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, 16)[:, None]
+    has_n = n < NUMBERS
     slot = load_complete(slots_ptr + row).to(tl.int64)
-    position = load_complete(positions_ptr + row)
-    matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * DIM + d[:, None]) * NUMBERS + n
-    matrix_mask = (d < tl.where(slot >= 0, DIM, 0))[:, None] & has_n
-    state = load_complete(matrix_ptrs, matrix_mask, 0.0).to(tl.float32)
+    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
+    memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
+    sizes: tl.constexpr = (GROUPS, HEADS, NUMBERS, DIM)
+    first, end = program * EACH, tl.minimum(program * EACH + EACH, TOGETHER * PARTS)
+    boundary = fold_parts(memory, slot, position, boundary, group, (first, end), sizes, RING, TOKENS, BLOCK_D)
 
-    x_channel = head * DIM + d
-    b_channel = HEADS * DIM + head // TOGETHER * NUMBERS + n
+    count = tl.where(slot >= 0, position - boundary, 0)
+    entry = slot * RING + (boundary + t) % RING
+    known = t < count
+    keys_ptrs = keys_ptr + (entry[:, None] * GROUPS + group) * NUMBERS + n
+    keys = load_complete(keys_ptrs, known[:, None] & has_n, 0.0)
+    b_channel = HEADS * DIM + group * NUMBERS + n
     c_channel = b_channel + GROUPS * NUMBERS
     where = inputs_ptr, weight_ptr, bias_ptr, slot, position
-    x_past, x_own = convolve_past(where, x_channel, has_d, CHANNELS, WIDTH)
-    b_past, b_own = convolve_past(where, b_channel, has_n, CHANNELS, WIDTH)
-    c_past, c_own = convolve_past(where, c_channel, has_n, CHANNELS, WIDTH)
-    log_decay, dt_bias, skip = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head), tl.load(skips_ptr + head)
+    b_past, b_own = convolve_past(where, b_channel, has_n, CHANNELS, WIDTH, LENGTH)
+    c_past, c_own = convolve_past(where, c_channel, has_n, CHANNELS, WIDTH, LENGTH)
     wait_for_predecessor(EARLY)
 
     inputs = xbc_ptr + row * xbc_stride
-    x_input = tl.load(inputs + x_channel, mask=has_d, other=0.0)
     b_input = tl.load(inputs + b_channel, mask=has_n, other=0.0)
     c_input = tl.load(inputs + c_channel, mask=has_n, other=0.0)
-    dt = tl.load(dt_ptr + row * dt_stride + head)
-    # Programs of one group share its channels, and read no entry of the ring that one of them writes here.
-    is_mine = n < tl.where((part == 0) & (head % TOGETHER == 0), NUMBERS, 0)
-    remember(inputs_ptr, slot, position, x_channel, x_input, has_d, CHANNELS, WIDTH)
-    remember(inputs_ptr, slot, position, b_channel, b_input, is_mine, CHANNELS, WIDTH)
-    remember(inputs_ptr, slot, position, c_channel, c_input, is_mine, CHANNELS, WIDTH)
+    # Programs of one group share its channels, and read no entry of a ring that one of them writes here.
+    is_mine = n < tl.where(program == 0, NUMBERS, 0)
+    remember(inputs_ptr, slot, position, b_channel, b_input, is_mine, CHANNELS, LENGTH)
+    remember(inputs_ptr, slot, position, c_channel, c_input, is_mine, CHANNELS, LENGTH)
+    b, c = settled(activated(b_past, b_input, b_own)), settled(activated(c_past, c_input, c_own))
+    products = tl.sum(b * c, axis=0)
+    scores = tl.dot(tl.where(r == 0, c[None, :], 0.0).to(keys.dtype), tl.trans(keys), input_precision="ieee")
+    own = slot * RING + tl.maximum(position, 0) % RING
+    own_ptrs = keys_ptr + (own * GROUPS + group) * NUMBERS + n
+    tl.store(own_ptrs, b.to(keys_ptr.dtype.element_ty), mask=is_mine & (slot >= 0))
 
-    x = settled(activated(x_past, x_input, x_own))
-    b, c = activated(b_past, b_input, b_own), activated(c_past, c_input, c_own)
-    step, log_decay = step_of(dt, log_decay, dt_bias, least, most)
-    decay = decay_of(log_decay)
-    # What the new state answers is what the old one does and the token's part: so no sum waits for another.
-    out = decay * tl.sum(state * c[None, :], axis=1) + (step * tl.sum(b * c, axis=0) + skip) * x
-    state = decay * state + (step * x)[:, None] * b[None, :]
-    tl.store(matrix_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=has_d)
+    num_inputs = tl.where(slot >= 0, DIM, 0)
+    for i in tl.range(first, end, num_stages=STAGES):
+        head, d = group * TOGETHER + i // PARTS, i % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
+        has_d = d < num_inputs
+        matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * NUMBERS + n[:, None]) * DIM + d
+        state = tl.load(matrix_ptrs, mask=has_n[:, None] & has_d, other=0.0).to(tl.float32)
+        updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * DIM + d
+        updates = tl.load(updates_ptrs, mask=known[:, None] & has_d, other=0.0)
+        so_far = tl.load(decays_ptr + entry * HEADS + head, mask=known, other=0.0)
+        last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * HEADS + head
+        before = tl.load(last_ptr, mask=count > 0, other=0.0)
+        x_channel = head * DIM + d
+        x_past, x_own = convolve_past(where, x_channel, has_d, CHANNELS, WIDTH, LENGTH)
+        x_input = tl.load(inputs + x_channel, mask=has_d, other=0.0)
+        remember(inputs_ptr, slot, position, x_channel, x_input, has_d, CHANNELS, LENGTH)
+        x = settled(activated(x_past, x_input, x_own))
+        dt = tl.load(dt_ptr + row * dt_stride + head)
+        log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
+        step, log_decay = step_of(dt, log_decay, dt_bias, least, most)
+        total = before + log_decay
+
+        decayed = (scores * tl.exp(total - so_far)[None, :]).to(updates.dtype)
+        since = tl.dot(decayed, updates, input_precision="ieee")
+        out = tl.sum(state * c[:, None], axis=0) * tl.exp(total)
+        out += settled(tl.sum(tl.where(r == 0, since, 0.0), axis=0))
+        out += (step * products + tl.load(skips_ptr + head)) * x
+        own_ptrs = updates_ptr + (own * HEADS + head) * DIM + d
+        tl.store(own_ptrs, (step * x).to(updates_ptr.dtype.element_ty), mask=has_d)
+        tl.store(decays_ptr + own * HEADS + head, total, mask=(slot >= 0) & (i % PARTS == 0))
+        tl.store(out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -10,7 +10,10 @@ from torch import Tensor
 from nanoinfer.kernels.delta.chunks import CHUNK, STRETCH, Chunks
 from nanoinfer.kernels.launch import cdiv, next_power_of_2, shared_memory
 from nanoinfer.kernels.mamba.chunks import look_within_kernel, sum_stretch_kernel, walk_stretch_kernel
-from nanoinfer.kernels.mamba.terms import split_channels, steps_of
+from nanoinfer.kernels.mamba.terms import grouped, split_channels, steps_of
+from nanoinfer.kernels.states.fold import fold_tails
+from nanoinfer.kernels.states.memory import Recurrence
+from nanoinfer.kernels.states.tails import write_tail
 
 HEADS_AT_ONCE = 16  # whose steps a program of the first launch has together
 FEW_NUMBERS = 128  # of a state for each input, up to which four warps hold those of INPUTS
@@ -23,18 +26,21 @@ def mamba_chunks(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    groups: int,
     limits: tuple[float, float],
 ) -> Tensor:
     """Compute mamba_rows' recurrence for each token of a prefill step; write the states behind sequences and snapshots.
 
+    Matrices get those behind the last whole chunk, and the tokens behind that stand beside them.
+
     xbc: [tokens, channels], convolved already; dt: [tokens, heads]; the others: as for mamba_rows
     Returns [tokens, heads, dim] in xbc's dtype.
     """
+    if chunks.may_fold:
+        fold_tails(recurrence, chunks)
     function = mamba_chunks_triton if xbc.is_cuda else mamba_chunks_reference
-    return function(xbc, dt, log_decay, dt_bias, skips, matrices, chunks, groups, limits)
+    return function(xbc, dt, log_decay, dt_bias, skips, recurrence, chunks, limits)
 
 
 def mamba_chunks_reference(
@@ -43,30 +49,33 @@ def mamba_chunks_reference(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    groups: int,
     limits: tuple[float, float],
 ) -> Tensor:
-    """mamba_chunks in torch."""
+    """mamba_chunks in torch, behind fold_tails."""
     ends, seqs, final = chunks.cu_lens.tolist(), chunks.seqs.tolist(), chunks.final.tolist()
-    heads, dim, _ = matrices.shape[1:]
+    matrices, groups, (heads, dim) = recurrence.matrices, recurrence.key_heads, recurrence.updates.shape[2:]
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
     state = torch.zeros_like(matrices[0], dtype=torch.float32)
     for chunk, (seq, first) in enumerate(zip(seqs, chunks.first_tokens.tolist(), strict=True)):
         if first == ends[seq]:
-            slot = int(chunks.initial[seq])
+            slot = int(chunks.standing[seq])
             state = matrices[slot].float() if slot >= 0 else torch.zeros_like(state)
         tokens = slice(first, min(first + CHUNK, ends[seq + 1]))
         x, b, c = (y.transpose(0, 1) for y in split_channels(xbc[tokens], heads, dim, groups))
         steps, decays = (y.T.unsqueeze(-1) for y in steps_of(dt[tokens], log_decay, dt_bias, limits))
-        total = decays.cumsum(dim=1)
+        total, updates = decays.cumsum(dim=1), steps * x
         last = total[:, -1:]
         later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=xbc.device).triu(1)
         scores = c @ b.mT * (total - total.mT).masked_fill(later, -torch.inf).exp()
-        answers = scores @ (steps * x) + total.exp() * c @ state.mT + skips.float()[:, None, None] * x
+        answers = scores @ updates + total.exp() * c @ state + skips.float()[:, None, None] * x
         out[tokens] = answers.transpose(0, 1).to(out.dtype)
-        state = state * last.exp() + (steps * (last - total).exp() * x).mT @ b
+        if tokens.stop - first < CHUNK:
+            terms = grouped(xbc[tokens], heads * dim, groups), updates.transpose(0, 1), total[..., 0].T
+            write_tail(recurrence, final[seq], chunks.end(seq), terms)
+        else:
+            state = state * last.exp() + b.mT @ ((last - total).exp() * updates)
         is_last = tokens.stop == ends[seq + 1]
         for slot in (int(chunks.snapshots[chunk]), final[seq] if is_last else -1):
             if slot >= 0:
@@ -80,18 +89,17 @@ def mamba_chunks_triton(
     log_decay: Tensor,
     dt_bias: Tensor,
     skips: Tensor,
-    matrices: Tensor,
+    recurrence: Recurrence,
     chunks: Chunks,
-    groups: int,
     limits: tuple[float, float],
 ) -> Tensor:
-    """mamba_chunks as two launches, or three where a sequence has several stretches.
+    """mamba_chunks behind fold_tails, as two launches, or three where a sequence has several stretches.
 
     The first one's programs have a chunk and a group each: what does not depend on the state. Those of the last have a
     stretch, and some inputs of a head, and go from chunk to chunk. The state before a stretch is made of what the
     launch between them sums up of the stretches before it.
     """
-    heads, dim, numbers = matrices.shape[1:]
+    (heads, numbers, dim), groups = recurrence.matrices.shape[1:], recurrence.key_heads
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
     squares = torch.empty((len(chunks.seqs), groups, CHUNK, CHUNK), dtype=xbc.dtype, device=xbc.device)
     factors = torch.empty((len(chunks.seqs), heads, 2, CHUNK), dtype=torch.float32, device=xbc.device)
@@ -126,8 +134,8 @@ def mamba_chunks_triton(
     shape |= {"CHUNKS": STRETCH, "BLOCK_D": tile.inputs, "num_warps": tile.warps, "num_stages": tile.stages}
     sums, summed = factors, most_summed(chunks)
     if summed:
-        sums = torch.empty((summed, heads, dim, numbers), dtype=torch.float32, device=xbc.device)
-        what = xbc, factors, matrices, sums, *where, chunks.stretches, chunks.initial, xbc.stride(0)
+        sums = torch.empty((summed, heads, numbers, dim), dtype=torch.float32, device=xbc.device)
+        what = xbc, factors, recurrence.matrices, sums, *where, chunks.stretches, chunks.standing, xbc.stride(0)
         sum_stretch_kernel[*grid[:2], summed](*what, **shape, enable_fp_fusion=True)
     walk_stretch_kernel[grid](
         xbc,
@@ -135,15 +143,17 @@ def mamba_chunks_triton(
         factors,
         skips,
         sums,
-        matrices,
+        *recurrence,
         *where,
+        chunks.starts,
         chunks.stretches,
-        chunks.initial,
+        chunks.standing,
         chunks.final,
         chunks.snapshots,
         out,
         summed,
         xbc.stride(0),
+        RING=recurrence.ring,
         DIVIDED=summed > 0,
         **shape,
         enable_fp_fusion=True,

@@ -20,6 +20,11 @@ def split_channels(xbc: Tensor, heads: int, dim: int, groups: int) -> tuple[Tens
     return x.unflatten(1, (heads, dim)), b, c
 
 
+def grouped(xbc: Tensor, inner: int, groups: int) -> Tensor:
+    """Return B as it is, [tokens, groups, numbers]; inner: numbers of x"""
+    return xbc[:, inner:].unflatten(1, (2, groups, -1))[:, 0]
+
+
 def steps_of(dt: Tensor, log_decay: Tensor, dt_bias: Tensor, limits: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Return how far each token steps, and the logarithms of decays, both [tokens, heads] in float32.
 

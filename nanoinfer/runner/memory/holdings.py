@@ -67,7 +67,8 @@ class Holdings:
         self.weights = self._build()
         self.draft = None if config.draft is None else self._build_draft(config.draft)
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
-        self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype)
+        guesses = 0 if config.speculation is None else config.max_guesses
+        self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype, guesses)
 
     def _build(self) -> WeightWriter:
         """Build the model, whose weights hold any numbers; returns what writes into them."""

@@ -12,6 +12,8 @@ from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
 from nanoinfer.kernels.rows import advance_rows, locate_rows
+from nanoinfer.kernels.states.boundaries import begin_rows
+from nanoinfer.kernels.states.memory import StateRows
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage
@@ -128,7 +130,8 @@ class InputBatch:
         context = Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
         if states is not None:
             assert self.slots is not None
-            context.states = StateContext(states.layers, self.slots[: len(positions)])
+            slots, boundaries = begin_rows(self.slots[: len(positions)], positions, states.boundaries)
+            context.states = StateContext(states.layers, StateRows(slots, positions, boundaries))
         return context
 
     def advance(self, rows: slice, token_ids: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, StateContext
 from nanoinfer.config import Config
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -63,7 +63,7 @@ class OneByOne(Steps):
         ]
         are_long = map(self._is_long, positions)
         slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
-        own = [None] * len(tokens) if context.states is None else map(_in_place, context.states.slots.tolist())
+        own = [None] * len(tokens) if context.states is None else map(_in_place, _slots_of(context.states))
         rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, own, strict=True)
         return torch.cat([self._run_token(*row) for row in rows])
 
@@ -90,7 +90,7 @@ class OneByOne(Steps):
         tokens = array("i", [token_id])
         chunk = ChunkMessage(tokens, position, block_tables, is_long=is_long, adapter=adapter, states=states)
         inputs = PrefillInputs([chunk], [], self.kv_cache, self.states, may_adapt=self._may_adapt)
-        hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
+        hidden = super()._run_chunks([chunk], inputs)
         if states is not None and (snapshot := snapshots.get(position + 1)) is not None:
             self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
         if self.holdings.routing is not None:
@@ -112,6 +112,11 @@ def _states_of(chunk: ChunkMessage, position: int) -> ChunkStates | None:
     if chunk.states is None or position == chunk.start:
         return chunk.states
     return replace(chunk.states, source=chunk.states.slot)
+
+
+def _slots_of(states: StateContext) -> list[int]:
+    assert states.rows is not None
+    return states.rows.slots.tolist()
 
 
 def _in_place(slot: int) -> ChunkStates:

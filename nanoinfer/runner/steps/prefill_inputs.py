@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, StateContext
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
-from nanoinfer.kernels.delta.chunks import Chunks, cut
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, JoinMessage
@@ -34,6 +34,7 @@ class PrefillInputs:
     deltas: [joins] int32, see JoinMessage.delta; None: they are zeros
     adapters: [tokens] int32, the slots of their adapters, -1 for none; None: no chunk has one
     copied_blocks, copied_states: [2, copies] int64, the blocks or slots to copy, and their copies
+    left: [2, slots] int64, the slots that get states, and the boundaries at which matrices stand there then
     """
 
     def __init__(
@@ -84,8 +85,14 @@ class PrefillInputs:
             self.join_tables.append(join_tables.view(-1, width))
         state_context = None
         if states is not None:
-            begins, initial, final, *cuts = islice(on_device, 7)
-            state_context = StateContext(states.layers, final, Chunks(cu_queries, begins, initial, final, *cuts))
+            begins, initial, final, seqs, firsts, snapshots, stretches, left = islice(on_device, 8)
+            self.left = left.view(2, -1).long()
+            boundaries = states.boundaries[initial.clamp(min=0).long()].where(initial >= 0, begins)
+            standing = initial.where(boundaries == begins, final)
+            may_fold = any(chunk.states is not None and chunk.states.source >= 0 for chunk in chunks)
+            where, cuts = (cu_queries, begins, initial, final), (seqs, firsts, snapshots, stretches)
+            own = Chunks(*where, *cuts, boundaries, standing, may_fold)
+            state_context = StateContext(states.layers, chunks=own)
         divided = None
         if division is not None:
             rows, *piece_lens = islice(on_device, 3)
@@ -187,8 +194,13 @@ def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[ar
 
 
 def _pack_states(chunks: list[ChunkMessage]) -> list[array[int]]:
-    """Return the starts, sources and own slots of the chunks, and how kernels cut these (see Chunks)."""
+    """Return the starts, sources and own slots of the chunks, how kernels cut these (see Chunks), and `left`."""
     states = [chunk.states or ChunkStates(-1, -1) for chunk in chunks]
+    left: dict[int, int] = {}
+    for chunk, planned in zip(chunks, states, strict=True):
+        left[planned.slot] = chunk.start + len(chunk.token_ids) // CHUNK * CHUNK
+        left |= {slot: position for position, slot in planned.snapshots.items()}
+    left.pop(-1, None)
     spans = [
         (chunk.start, chunk.start + len(chunk.token_ids), planned.snapshots)
         for chunk, planned in zip(chunks, states, strict=True)
@@ -198,6 +210,7 @@ def _pack_states(chunks: list[ChunkMessage]) -> list[array[int]]:
         array("i", [planned.source for planned in states]),
         array("i", [planned.slot for planned in states]),
         *cut(spans),
+        array("i", [*left.keys(), *left.values()]),
     ]
 
 

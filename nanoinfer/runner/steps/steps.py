@@ -234,6 +234,9 @@ class Steps:
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
+        if (states := self.states) is not None:
+            slots, boundaries = prompts.left
+            states.boundaries[slots] = boundaries.int()
         return self._run(prompts.token_ids, prompts.context, prompts.adapters)
 
     def _run_rows(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
