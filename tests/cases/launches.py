@@ -66,7 +66,6 @@ from nanoinfer.kernels.linear.in_order.weight import (
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.mamba.decode import mamba_rows
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
-from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, ring_length
 from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
@@ -74,6 +73,7 @@ from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines_triton, draw_
 from nanoinfer.kernels.sampling.masks import apply_masks_triton
 from nanoinfer.kernels.sampling.penalties import penalize_triton
 from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
+from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, ring_length
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss

@@ -206,8 +206,8 @@ def _delta_rows_kernel(
     both = tl.where(r == 0, key[None, :], tl.where(r == 1, query[None, :], 0.0)).to(keys.dtype)
     scores = tl.dot(both, tl.trans(keys), input_precision="ieee")
     own = slot * RING + tl.maximum(position, 0) % RING
-    own_ptrs = keys_ptr + (own * KEY_HEADS + key_head) * KEY_DIM + k
-    tl.store(own_ptrs, key.to(keys_ptr.dtype.element_ty), mask=is_mine & (slot >= 0))
+    own_key_ptrs = keys_ptr + (own * KEY_HEADS + key_head) * KEY_DIM + k
+    tl.store(own_key_ptrs, key.to(keys_ptr.dtype.element_ty), mask=is_mine & (slot >= 0))
 
     num_values = tl.where(slot >= 0, VALUE_DIM, 0)
     for i in tl.range(first, end, num_stages=STAGES):

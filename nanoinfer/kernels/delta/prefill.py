@@ -343,51 +343,76 @@ def _go_through_kernel(
     standing, final = tl.load(standing_ptr + seq).to(tl.int64), tl.load(final_ptr + seq).to(tl.int64)
     known = (d < tl.where(standing >= 0, KEY_DIM, 0))[:, None] & has_v
     state = tl.load(matrices_ptr + standing * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-    memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     TOGETHER: tl.constexpr = VALUE_HEADS // KEY_HEADS
     q_places = t[:, None] * qkv_stride + head // TOGETHER * KEY_DIM + d
     v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
+    places, masks = (q_places, q_places + KEY_HEADS * KEY_DIM, v_places, out_places), (has_k, has_v)
     first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
+    whole = ((end - begin) // TOKENS).to(tl.int32)
 
-    for i in range(tl.cdiv(end - begin, TOKENS)):
+    for i in range(whole):
         first = begin + i * TOKENS
-        is_token = (t < end - first)[:, None]
-        tokens_ptr = qkv_ptr + first * qkv_stride
         chunk = first_chunk + i
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
-        square = chunk_head * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        rows = factors_ptr + chunk_head * 4 * TOKENS + t
+        within = _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
-        q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
         last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
-        k = tl.load(tokens_ptr + KEY_HEADS * KEY_DIM + q_places, mask=is_token & has_k, other=0.0)
-        value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
-        narrow = state.to(k.dtype)
-        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
-        solution = tl.load(solutions_ptr + square)
-        updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
-        q = tl.load(tokens_ptr + q_places, mask=is_token & has_k, other=0.0)
-        out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
-        scores = tl.load(scores_ptr + square)
-        out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
-        decayed = (updates * update_factor[:, None]).to(k.dtype)
-        if (end - first < TOKENS) & (final >= 0):
-            tl.store(
-                matrices_ptr + final * MATRICES + matrix, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask
-            )
-            position = tl.load(starts_ptr + seq) + first - begin + t
-            heads = head // TOGETHER, head, KEY_HEADS, VALUE_HEADS
-            values = (head % TOGETHER == 0) & (part == 0), d, v, KEY_DIM, VALUE_DIM
-            tail = k, decayed, tl.load(rows + 3 * TOKENS)
-            store_tail(memory, final, position, t < end - first, tail, heads, values, RING)
-        state = tl.dot(tl.trans(k), decayed, state * decay_of(last), input_precision="ieee")
-
-        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
+        ptrs = qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM
+        k, updates = _answer(state, ptrs, places, within, (t < TOKENS)[:, None], masks)
+        state = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
             tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    if (final >= 0) & ((end - begin) % TOKENS == 0):
+    if final >= 0:
         final_ptrs = matrices_ptr + final * MATRICES + matrix
         tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+
+    first = begin + whole * TOKENS
+    if first < end:
+        chunk_head = ((first_chunk + whole) * VALUE_HEADS + head).to(tl.int64)
+        within = _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
+        ptrs, is_token = (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM), t < end - first
+        k, updates = _answer(state, ptrs, places, within, is_token[:, None], masks)
+        if final >= 0:
+            position = tl.load(starts_ptr + seq) + whole * TOKENS + t
+            memory, heads = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (head // TOGETHER, head)
+            counts = KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
+            tail = k, updates, tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS + t)
+            is_first = (head % TOGETHER == 0) & (part == 0)
+            store_tail(memory, final, position, is_token, tail, heads, (is_first, d, v), counts, RING)
+
+
+@triton.jit
+def _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.constexpr):
+    """Return what a chunk has of itself for a head: pointers to solutions and scores, and the factors of each token."""
+    square = chunk_head * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
+    rows = factors_ptr + chunk_head * 4 * TOKENS + t
+    factors = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
+    return solutions_ptr + square, scores_ptr + square, factors
+
+
+@triton.jit
+def _answer(state, ptrs, places, within, is_token, masks):
+    """Write what a chunk's tokens are answered; returns their keys, and their updates as `_look_within_kernel` says.
+
+    ptrs: to the first token's numbers, and its results; places: of queries, keys, values and results behind these
+    is_token: [tokens, 1]; masks: which keys and which values a head has
+    """
+    tokens_ptr, out_ptr = ptrs
+    q_places, k_places, v_places, out_places = places
+    solution_ptrs, scores_ptrs, factors = within
+    q_factor, k_factor, update_factor = factors
+    has_k, has_v = masks
+    k = tl.load(tokens_ptr + k_places, mask=is_token & has_k, other=0.0)
+    value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
+    narrow = state.to(k.dtype)
+    misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
+    solution = tl.load(solution_ptrs)
+    updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
+    q = tl.load(tokens_ptr + q_places, mask=is_token & has_k, other=0.0)
+    out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
+    scores = tl.load(scores_ptrs)
+    out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
+    return k, (updates * update_factor[:, None]).to(k.dtype)

@@ -185,47 +185,66 @@ def walk_stretch_kernel(
     else:
         state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
     TOGETHER: tl.constexpr = HEADS // GROUPS
-    group = head // TOGETHER
-    final = tl.load(final_ptr + seq).to(tl.int64)
-    memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
+    group, final = head // TOGETHER, tl.load(final_ptr + seq).to(tl.int64)
     skip = tl.load(skips_ptr + head).to(tl.float32)
     x_places = t[:, None] * xbc_stride + head * DIM + d
     b_places = t[:, None] * xbc_stride + HEADS * DIM + group * NUMBERS + n
     out_places = (t[:, None] * HEADS + head) * DIM + d
+    places, masks = (x_places, b_places, b_places + GROUPS * NUMBERS, out_places), (has_n, has_d)
+    whole = tl.minimum((end - begin) // TOKENS, CHUNKS).to(tl.int32)
 
-    for i in range(tl.minimum(tl.cdiv(end - begin, TOKENS), CHUNKS)):
+    for i in range(whole):
         first, chunk = begin + i * TOKENS, first_chunk + i
-        is_token = (t < end - first)[:, None]
-        tokens_ptr = xbc_ptr + first * xbc_stride
+        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
-        total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
-        scores = tl.load(squares_ptr + square)
-        x = tl.load(tokens_ptr + x_places, mask=is_token & has_d, other=0.0)
-        c = tl.load(tokens_ptr + GROUPS * NUMBERS + b_places, mask=is_token & has_n, other=0.0)
-        b = tl.load(tokens_ptr + b_places, mask=is_token & has_n, other=0.0)
-        between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
-        out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
-        out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-        if (end - first < TOKENS) & (final >= 0):
-            tl.store(
-                matrices_ptr + final * MATRICES + matrix, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask
-            )
-            position = tl.load(starts_ptr + seq) + first - tl.load(cu_lens_ptr + seq) + t
-            numbers = (head % TOGETHER == 0) & (part == 0), n, d, NUMBERS, DIM
-            tail = b, x.to(tl.float32) * step[:, None], total
-            store_tail(memory, final, position, t < end - first, tail, (group, head, GROUPS, HEADS), numbers, RING)
+        ptrs = xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square
+        x, b = _answer(state, ptrs, places, skip, t, (t < TOKENS)[:, None], masks, TOKENS)
         state = _take_in(state, x, b, rows, t, TOKENS)
-
-        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_d)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
             tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
-    if (final >= 0) & (begin + CHUNKS * TOKENS >= end) & ((end - begin) % TOKENS == 0):
+    first, chunk = begin + whole * TOKENS, first_chunk + whole
+    if (final >= 0) & (end - first < TOKENS):
         final_ptrs = matrices_ptr + final * MATRICES + matrix
         tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+
+    if (whole < CHUNKS) & (first < end):
+        rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
+        square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
+        ptrs, is_token = (
+            (xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square),
+            t < end - first,
+        )
+        x, b = _answer(state, ptrs, places, skip, t, is_token[:, None], masks, TOKENS)
+        if final >= 0:
+            position = tl.load(starts_ptr + seq) + (first - tl.load(cu_lens_ptr + seq)) + t
+            memory, counts = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (GROUPS, HEADS, NUMBERS, DIM)
+            tail = b, x.to(tl.float32) * tl.load(rows + TOKENS + t)[:, None], tl.load(rows + t)
+            is_first = (head % TOGETHER == 0) & (part == 0)
+            store_tail(memory, final, position, is_token, tail, (group, head), (is_first, n, d), counts, RING)
+
+
+@triton.jit
+def _answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
+    """Write what a chunk's tokens are answered; returns their x and B.
+
+    ptrs: to the first token's numbers, its results, the factors of the chunk's head, and the products of its group
+    places: of x, B, C and results behind these; is_token: [tokens, 1]; masks: which numbers and which inputs there are
+    """
+    tokens_ptr, out_ptr, rows, square_ptrs = ptrs
+    x_places, b_places, c_places, out_places = places
+    has_n, has_d = masks
+    total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
+    scores = tl.load(square_ptrs)
+    x = tl.load(tokens_ptr + x_places, mask=is_token & has_d, other=0.0)
+    c = tl.load(tokens_ptr + c_places, mask=is_token & has_n, other=0.0)
+    b = tl.load(tokens_ptr + b_places, mask=is_token & has_n, other=0.0)
+    between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
+    out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+    out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & has_d)
+    return x, b
 
 
 @triton.jit

@@ -205,8 +205,8 @@ def _mamba_rows_kernel(
     products = tl.sum(b * c, axis=0)
     scores = tl.dot(tl.where(r == 0, c[None, :], 0.0).to(keys.dtype), tl.trans(keys), input_precision="ieee")
     own = slot * RING + tl.maximum(position, 0) % RING
-    own_ptrs = keys_ptr + (own * GROUPS + group) * NUMBERS + n
-    tl.store(own_ptrs, b.to(keys_ptr.dtype.element_ty), mask=is_mine & (slot >= 0))
+    own_key_ptrs = keys_ptr + (own * GROUPS + group) * NUMBERS + n
+    tl.store(own_key_ptrs, b.to(keys_ptr.dtype.element_ty), mask=is_mine & (slot >= 0))
 
     num_inputs = tl.where(slot >= 0, DIM, 0)
     for i in tl.range(first, end, num_stages=STAGES):

@@ -72,6 +72,7 @@ def fold_tails_triton(recurrence: Recurrence, chunks: Chunks) -> None:
         RING=recurrence.ring,
         TOKENS=CHUNK,
         BLOCK_V=VALUES,
+        num_warps=8 if recurrence.keys.itemsize == 4 else 4,
         enable_fp_fusion=True,
     )
 

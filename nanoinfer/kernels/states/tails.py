@@ -24,18 +24,19 @@ def write_tail(recurrence: Recurrence, slot: int, end: int, terms: tuple[Tensor,
 
 
 @triton.jit
-def store_tail(memory, slot, position, is_token, tail, heads, numbers, RING: tl.constexpr):
+def store_tail(memory, slot, position, is_token, tail, heads, numbers, counts, RING: tl.constexpr):
     """write_tail inside a kernel, for a head: some of its values, and if `is_first`, its key head's keys.
 
     memory: the pointers of a Recurrence; slot: int64, one; position, is_token: [tokens], whether one is there
-    tail: keys, [tokens, keys], updates, [tokens, values], and decays: [tokens]
-    heads: the key head, the head, and how many there are of both
-    numbers: is_first: of the programs that share a key head; keys and values, and how many a head has
+    tail: keys, [tokens, keys], updates, [tokens, values], and decays: [tokens]; heads: the key head, and the head
+    numbers: is_first, of the programs that share a key head; keys; values
+    counts: of key heads, of heads, and of keys and values of a head
     """
     _, keys_ptr, updates_ptr, decays_ptr = memory
     keys, updates, decays = tail
-    key_head, head, key_heads, num_heads = heads
-    is_first, k, v, key_dim, value_dim = numbers
+    key_head, head = heads
+    is_first, k, v = numbers
+    key_heads, num_heads, key_dim, value_dim = counts
     entry = slot * RING + position % RING
     updates_ptrs = updates_ptr + (entry[:, None] * num_heads + head) * value_dim + v
     tl.store(updates_ptrs, updates.to(updates_ptr.dtype.element_ty), mask=is_token[:, None] & (v < value_dim))
