@@ -43,6 +43,19 @@ class Places(NamedTuple):
         return Places(*of_tokens, *(column[:num_rows] for column in self[3:]))
 
 
+class GuessedRows(NamedTuple):
+    """Which rows of a batch a verifying step has, whose last tokens come first in it, and which guesses are whose.
+
+    rows: those of the batch, a slice or [rows] int64
+    first, counts: [rows] int32, see Places; most: a row has so many guesses at most
+    """
+
+    rows: slice | Tensor
+    first: Tensor
+    counts: Tensor
+    most: int
+
+
 class GuessingRows(NamedTuple):
     """What has been proposed for rows, and what limits it. All are int32.
 

@@ -10,7 +10,7 @@ from nanoinfer.config import Config
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.suffix import SuffixDrafter
 from nanoinfer.kernels.drafting.accept import AdvancedRows, accept_guesses
-from nanoinfer.kernels.drafting.pack import GuessingRows, Places, pack_guesses
+from nanoinfer.kernels.drafting.pack import GuessedRows, GuessingRows, Places, pack_guesses
 from nanoinfer.kernels.drafting.texts import write_last_tokens
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_steps import DraftSteps
@@ -108,6 +108,14 @@ class Verifier:
     def tell(self, places: Places) -> Guesses:
         """Return which tokens of a step are guesses."""
         return Guesses(places.row_of, places.first, places.counts, self._most, self._heads)
+
+    def guessed(self, places: Places, filled: Tensor | None) -> GuessedRows:
+        """Return the rows of a step; filled: [n] int64, the places that it computes, if it skips empty ones"""
+        num_rows = len(places.first)
+        if filled is None:
+            return GuessedRows(slice(num_rows), places.first, places.counts, self._most)
+        rows = filled[filled < num_rows]
+        return GuessedRows(rows, places.first[rows], places.counts[rows], self._most)
 
     def places(self, num_rows: int, guesses: int) -> Places:
         """Return where the newest step of this size has its places; if it skips empty ones, up to its last guess."""

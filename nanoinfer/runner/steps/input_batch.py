@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
+from nanoinfer.kernels.drafting.pack import GuessedRows
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.kernels.states.boundaries import begin_rows
 from nanoinfer.kernels.states.memory import StateRows
@@ -116,23 +117,26 @@ class InputBatch:
         """Return the block tables of each group of layers; block_tables: [n, columns], from RowColumns"""
         return list(block_tables.split(self._widths, dim=1))
 
-    def context(
-        self, positions: Tensor, own: RowColumns, kv_cache: KVCache, states: StatePool | None, max_context_len: int
-    ) -> Context:
+    def context(self, positions: Tensor, own: RowColumns, kv_cache: KVCache, max_context_len: int) -> Context:
         """Return the context of a step over one token each of rows, or of places: to the layers, these are rows, too.
 
-        positions: [n] int32, of the tokens; own: what they have of their rows; states: given if layers have some
+        But for states, of which see state_context.
+
+        positions: [n] int32, of the tokens; own: what they have of their rows
         """
         groups = []
         for table, block_size in zip(self.divide(own.block_tables), self.block_sizes, strict=True):
             slots, context_lens, rotary = locate_rows(positions, table, block_size, own.deltas)
             groups.append(GroupContext(slots, table))
-        context = Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
-        if states is not None:
-            assert self.slots is not None
-            slots, boundaries = begin_rows(self.slots[: len(positions)], positions, states.boundaries)
-            context.states = StateContext(states.layers, StateRows(slots, positions, boundaries))
-        return context
+        return Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
+
+    def state_context(self, positions: Tensor, states: StatePool, guessed: GuessedRows | None) -> StateContext:
+        """Begin a step with its rows' states; positions: [n] int32, of the tokens; guessed: of a verifying step"""
+        assert self.slots is not None
+        slots = self.slots[: len(positions)] if guessed is None else self.slots[guessed.rows]
+        own, boundaries = begin_rows(slots, positions[: len(slots)], states.boundaries)
+        guesses = () if guessed is None else (guessed.first, guessed.counts, guessed.most)
+        return StateContext(states.layers, StateRows(own, positions, boundaries, *guesses))
 
     def advance(self, rows: slice, token_ids: Tensor) -> None:
         """Give rows their sampled tokens, and move each a position on; empty rows stay empty."""

@@ -11,6 +11,7 @@ from nanoinfer.attention.context import Context, Guesses
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns
+from nanoinfer.kernels.drafting.pack import GuessedRows
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -150,10 +151,12 @@ class Steps:
         places = verifier.propose(num_rows, kind.guesses)
         tokens, positions, own = places.tokens, places.positions, batch.gather(places.row_of)
         if not verifier.skips_empty:
-            hidden = self._decode(tokens, positions, own, kind, max_context_len, verifier.tell(places))
+            told = verifier.guessed(places, None), verifier.tell(places)
+            hidden = self._decode(tokens, positions, own, kind, max_context_len, *told)
             verifier.proposer.see_places(places, hidden, None)
         elif len(filled := (positions >= 0).nonzero()[:, 0]):
-            hidden = self._decode(tokens[filled], positions[filled], own.at(filled), kind, max_context_len)
+            packed, guessed = (tokens[filled], positions[filled], own.at(filled)), verifier.guessed(places, filled)
+            hidden = self._decode(*packed, kind, max_context_len, guessed)
             if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
                 self.logits[filled] = self.logits[: len(filled)].clone()
             verifier.proposer.see_places(places, hidden, filled)
@@ -165,14 +168,16 @@ class Steps:
         own: RowColumns,
         kind: DecodeKind,
         max_context_len: int,
+        guessed: GuessedRows | None = None,
         guesses: Guesses | None = None,
     ) -> Tensor:
         """Compute the logits behind a token each of rows, or of places; returns the hidden states.
 
-        own: what they have of their rows
+        own: what they have of their rows; guessed, guesses: of a verifying step, the latter for backends
         """
-        states = None if kind.guesses else self.states
-        context = self.batch.context(positions, own, self.kv_cache, states, max_context_len)
+        context = self.batch.context(positions, own, self.kv_cache, max_context_len)
+        if self.states is not None:
+            context.states = self.batch.state_context(positions, self.states, guessed)
         context.guesses, context.prefixes = guesses, self.batch.prefixes if kind.shares else None
         adapters = own.adapters if kind.has_adapters else None
         hidden = self._run_rows(token_ids, context, adapters)
