@@ -93,11 +93,14 @@ class Layer:
         return Recurrence(self.matrices, self.keys, self.updates, self.decays)
 
     def on_device(self) -> Layer:
+        return self.on(DEVICE)
+
+    def on(self, device: str) -> Layer:
         """Return a layer of the same numbers, and slots of its own."""
         layer = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(layer, name, value.to(DEVICE, copy=True))
+                setattr(layer, name, value.to(device, copy=True))
         return layer
 
 

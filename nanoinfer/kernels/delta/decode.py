@@ -9,9 +9,11 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
+from nanoinfer.kernels.delta.guesses import delta_guesses_kernel
 from nanoinfer.kernels.delta.terms import L2_EPS, gates, gates_of, keys_of, split_heads
 from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
 from nanoinfer.kernels.states.fold import fold_parts, fold_rows_reference
+from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
 from nanoinfer.kernels.states.walk import Walk
@@ -97,7 +99,9 @@ def delta_rows_triton(
     heads, key_dim, value_dim = recurrence.matrices.shape[1:]
     out = torch.empty((len(qkv), heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     walk = Walk.of(recurrence, len(rows.slots))
-    _delta_rows_kernel[(walk.programs, recurrence.key_heads, len(rows.slots))](
+    has_guesses = rows.first is not None
+    own = (rows.first, rows.counts, len(rows.slots)) if has_guesses else ()
+    (delta_guesses_kernel if has_guesses else _delta_rows_kernel)[walk.grid](
         qkv,
         a,
         b,
@@ -109,6 +113,7 @@ def delta_rows_triton(
         rows.slots,
         rows.positions,
         rows.boundaries,
+        *own,
         out,
         qkv.stride(0),
         a.stride(0),
@@ -126,6 +131,7 @@ def delta_rows_triton(
         BLOCK_V=walk.values,
         EACH=walk.each,
         STAGES=walk.stages,
+        PLACES=PLACES,
         num_warps=walk.warps,
         **launch_options(qkv),
     )
@@ -165,13 +171,14 @@ def _delta_rows_kernel(
     BLOCK_V: tl.constexpr,
     EACH: tl.constexpr,
     STAGES: tl.constexpr,
+    PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     TOGETHER: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V  # of a head
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    k, t, r = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS), tl.arange(0, 16)[:, None]
+    k, t, r = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS), tl.arange(0, PLACES)[:, None]
     has_k = k < KEY_DIM
     slot = load_complete(slots_ptr + row).to(tl.int64)
     position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)

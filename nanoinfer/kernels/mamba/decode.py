@@ -10,8 +10,10 @@ from torch import Tensor
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
 from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.mamba.guesses import mamba_guesses_kernel
 from nanoinfer.kernels.mamba.terms import grouped, split_channels, step_of, steps_of
 from nanoinfer.kernels.states.fold import fold_parts, fold_rows_reference
+from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
 from nanoinfer.kernels.states.walk import Walk
@@ -98,7 +100,9 @@ def mamba_rows_triton(
     heads, numbers, dim = recurrence.matrices.shape[1:]
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
     walk = Walk.of(recurrence, len(rows.slots))
-    _mamba_rows_kernel[(walk.programs, recurrence.key_heads, len(rows.slots))](
+    has_guesses = rows.first is not None
+    own = (rows.first, rows.counts, len(rows.slots)) if has_guesses else ()
+    (mamba_guesses_kernel if has_guesses else _mamba_rows_kernel)[walk.grid](
         xbc,
         dt,
         weight,
@@ -111,6 +115,7 @@ def mamba_rows_triton(
         rows.slots,
         rows.positions,
         rows.boundaries,
+        *own,
         out,
         xbc.stride(0),
         dt.stride(0),
@@ -127,6 +132,7 @@ def mamba_rows_triton(
         BLOCK_D=walk.values,
         EACH=walk.each,
         STAGES=walk.stages,
+        PLACES=PLACES,
         num_warps=walk.warps,
         **launch_options(xbc),
     )
@@ -167,13 +173,14 @@ def _mamba_rows_kernel(
     BLOCK_D: tl.constexpr,
     EACH: tl.constexpr,
     STAGES: tl.constexpr,
+    PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = HEADS * DIM + 2 * GROUPS * NUMBERS
     TOGETHER: tl.constexpr = HEADS // GROUPS
     PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D  # of a head
     program, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n, t, r = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, 16)[:, None]
+    n, t, r = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, PLACES)[:, None]
     has_n = n < NUMBERS
     slot = load_complete(slots_ptr + row).to(tl.int64)
     position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)

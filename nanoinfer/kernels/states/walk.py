@@ -14,12 +14,13 @@ LEAST_PROGRAMS = 2  # of a multiprocessor, for that
 
 @dataclass(frozen=True)
 class Walk:
-    """So many programs have a key head of a row. What they add up, and in which order, depends on no number of rows.
+    """How many programs have a key head of a row. What they add up, and in which order, depends on no number of rows.
 
+    grid: of these programs, key heads, and rows
     keys, values: of a part, powers of two; each: a program has so many parts; stages: in shared memory at a time
     """
 
-    programs: int
+    grid: tuple[int, int, int]
     keys: int
     values: int
     each: int
@@ -36,4 +37,4 @@ class Walk:
         programs = rows * recurrence.key_heads * cdiv(parts, EACH)
         has_many = programs >= LEAST_PROGRAMS * num_multiprocessors(recurrence.matrices.device)
         each, stages = (EACH, 3) if has_many else (1, 1)
-        return cls(cdiv(parts, each), keys, values, each, stages)
+        return cls((cdiv(parts, each), recurrence.key_heads, rows), keys, values, each, stages)
