@@ -159,7 +159,9 @@ def test_guesses_that_fail_leave_nothing(kind: type[Layer], used: str, dtype: to
         ]
         noise = list(layer.plain.draw(1))
         rows = [last[0], noise, last[1]]
-        out = layer.step(joined(rows + guesses), [0, -1, 1], [positions[0], -1, positions[1]], [counts[0], 0, counts[1]])
+        out = layer.step(
+            joined(rows + guesses), [0, -1, 1], [positions[0], -1, positions[1]], [counts[0], 0, counts[1]]
+        )
         first = 3
         for row, (at, count, holds) in enumerate(zip(positions, counts, held, strict=True)):
             places = [2 * row, *range(first, first + holds)]

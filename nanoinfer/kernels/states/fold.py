@@ -21,7 +21,7 @@ def fold_rows_reference(recurrence: Recurrence, rows: StateRows) -> Tensor:
     behind = rows.boundaries + CHUNK
     is_due = (rows.slots >= 0) & (rows.positions[: len(rows.slots)] >= behind)
     slots, first = rows.slots[is_due], rows.boundaries[is_due]
-    _fold(recurrence, slots, slots, first, torch.full_like(first, CHUNK))
+    _fold(recurrence, (slots, slots, slots), first, torch.full_like(first, CHUNK))
     return behind.where(is_due, rows.boundaries)
 
 
@@ -35,20 +35,20 @@ def fold_tails_reference(recurrence: Recurrence, chunks: Chunks) -> None:
     counts = chunks.starts - chunks.boundaries
     sources, first = chunks.initial, chunks.boundaries
     while (has_some := counts > 0).any():
-        targets = chunks.final[has_some]
-        _fold(recurrence, sources[has_some], targets, first[has_some], counts[has_some].clamp(max=CHUNK))
+        slots = tuple(slots[has_some] for slots in (chunks.initial, sources, chunks.final))
+        _fold(recurrence, slots, first[has_some], counts[has_some].clamp(max=CHUNK))
         sources, first, counts = chunks.final, first + CHUNK, counts - CHUNK
 
 
-def _fold(recurrence: Recurrence, sources: Tensor, targets: Tensor, first: Tensor, counts: Tensor) -> None:
-    """Write the matrices of some slots to others, behind tokens that stand beside the former: 1 to CHUNK each.
+def _fold(recurrence: Recurrence, slots: tuple[Tensor, ...], first: Tensor, counts: Tensor) -> None:
+    """Write the matrices of some slots to others, behind tokens of a third: 1 to CHUNK each.
 
-    first, counts: [slots], the position of a slot's first one, and how many
+    slots: of the tokens, of the matrices, and where these go; first: the positions of the first tokens; all [n]
     """
     matrices, keys, updates, decays = recurrence
     heads = matrices.shape[1]
-    for source, target, begin, count in zip(*map(Tensor.tolist, (sources, targets, first, counts)), strict=True):
-        at = source, torch.arange(begin, begin + count, device=keys.device) % recurrence.ring
+    for ring, source, target, begin, count in zip(*map(Tensor.tolist, (*slots, first, counts)), strict=True):
+        at = ring, torch.arange(begin, begin + count, device=keys.device) % recurrence.ring
         sums = decays[at].T.unsqueeze(-1)  # [heads, tokens, 1]
         last = sums[:, -1:]
         own = keys[at].float().repeat_interleave(heads // recurrence.key_heads, dim=1).transpose(0, 1)
@@ -98,12 +98,13 @@ def _fold_tails_kernel(
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(boundaries_ptr + seq)
     count = tl.load(starts_ptr + seq) - first
-    source, target = tl.load(initial_ptr + seq).to(tl.int64), tl.load(final_ptr + seq).to(tl.int64)
+    ring, target = tl.load(initial_ptr + seq).to(tl.int64), tl.load(final_ptr + seq).to(tl.int64)
+    source = ring
     memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     heads, v = (head // (HEADS // KEY_HEADS), head), part * BLOCK_V + tl.arange(0, BLOCK_V)
     for begin in range(0, count, TOKENS):
         tokens = first + begin, tl.minimum(count - begin, TOKENS)
-        fold(memory, (source, target), tokens, heads, v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, RING, TOKENS)
+        fold(memory, (ring, source, target), tokens, heads, v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, RING, TOKENS)
         tl.debug_barrier()  # guesses that held may be more than CHUNK tokens: the rest goes where these now are
         source = target
 
@@ -125,19 +126,19 @@ def fold(
 ):
     """Write some values of a head's matrix behind tokens that stand beside it. May run before the wait.
 
-    memory: the pointers of a Recurrence; slots: where the matrix is, and where it goes, int64
+    memory: the pointers of a Recurrence; slots: of the tokens, of the matrix, and where this goes, int64
     tokens: the position of the first one, and how many, 1 to TOKENS; heads: the key head, and the head; v: the values
     """
     matrices_ptr, keys_ptr, updates_ptr, decays_ptr = memory
-    source, target = slots
+    ring, source, target = slots
     first, count = tokens
     key_head, head = heads
     MATRICES: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
     t, has_v = tl.arange(0, TOKENS), v < VALUE_DIM
     is_token = t < count
-    entry = source * RING + (first + t) % RING
+    entry = ring * RING + (first + t) % RING
     total = load_complete(decays_ptr + entry * HEADS + head, is_token, 0.0)
-    last = load_complete(decays_ptr + (source * RING + (first + count - 1) % RING) * HEADS + head)
+    last = load_complete(decays_ptr + (ring * RING + (first + count - 1) % RING) * HEADS + head)
     updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * VALUE_DIM + v
     updates = load_complete(updates_ptrs, is_token[:, None] & has_v, 0.0)
     taken = (updates.to(tl.float32) * tl.exp(last - total)[:, None]).to(updates.dtype)
