@@ -181,7 +181,17 @@ def fold_parts(
             heads = key_head, key_head * (HEADS // KEY_HEADS) + i // PARTS
             v = i % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
             fold(
-                memory, (slot, slot), (boundary, TOKENS), heads, v, KEY_HEADS, HEADS, sizes[2], VALUE_DIM, RING, TOKENS
+                memory,
+                (slot, slot, slot),
+                (boundary, TOKENS),
+                heads,
+                v,
+                KEY_HEADS,
+                HEADS,
+                sizes[2],
+                VALUE_DIM,
+                RING,
+                TOKENS,
             )
         tl.debug_barrier()  # the program reads what its other threads have written
         boundary += TOKENS
