@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import test_delta
@@ -35,7 +35,7 @@ MOST = 3  # guesses of a row
 class Layer:
     """A layer with slots, on the device of its functions: of chunks' convolutions, of chunks, of rows, and of tails."""
 
-    functions: dict[str, tuple[Any, ...]]
+    functions: ClassVar[dict[str, tuple[Any, ...]]]
 
     def __init__(self, dtype: torch.dtype, used: str) -> None:
         self.device = DEVICE if used == "kernels" else "cpu"
@@ -80,7 +80,7 @@ class Layer:
 
 
 class Delta(Layer):
-    functions = {
+    functions: ClassVar = {
         "references": (convolve_chunks_reference, delta_chunks_reference, delta_rows_reference, fold_tails_reference),
         "kernels": (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton, fold_tails_triton),
     }
@@ -100,7 +100,7 @@ class Delta(Layer):
 
 
 class Mamba(Layer):
-    functions = {
+    functions: ClassVar = {
         "references": (convolve_chunks_reference, mamba_chunks_reference, mamba_rows_reference, fold_tails_reference),
         "kernels": (convolve_chunks_triton, mamba_chunks_triton, mamba_rows_triton, fold_tails_triton),
     }

@@ -73,7 +73,7 @@ from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines_triton, draw_
 from nanoinfer.kernels.sampling.masks import apply_masks_triton
 from nanoinfer.kernels.sampling.penalties import penalize_triton
 from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
-from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, ring_length
+from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, inputs_length, ring_length
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
@@ -83,6 +83,7 @@ QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 
 NEMOTRON_3, RELU2 = (128, 6, 2688, 1856), Ungated("relu2")  # whose experts have no gates
 LONGCAT = 128, 12, 6144, 2048
 VOCABULARY = 151_936
+GUESSES = 8  # of a row, at most
 TOKENS, KEY_HEADS, VALUE_HEADS, HEAD = 4096, 16, 32, 128  # of the delta rule's layers, in Qwen3-Next
 CHANNELS = 2 * KEY_HEADS * HEAD + VALUE_HEADS * HEAD
 HEADS = 64, 128, 256, 512  # their dimensions
@@ -337,9 +338,9 @@ def delta(
     if is_prefill:
         delta_chunks(qkv, a, b, log_decay, bias, memory, chunks(), largest)
     else:
-        states = LayerStates(empty(64, 4, channels, dtype=BF16), memory)
-        for count in (1, 64):
-            delta_rows(qkv, a, b, weight, log_decay, bias, states, state_rows(count), largest)
+        states = LayerStates(empty(64, inputs_length(4, GUESSES), channels, dtype=BF16), memory)
+        for rows in states_rows():
+            delta_rows(qkv, a, b, weight, log_decay, bias, states, rows, largest)
 
 
 def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype = BF16) -> None:
@@ -353,24 +354,24 @@ def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype
         mamba_chunks(xbc, dt, *parameters, memory, chunks(), limits)
         norm_groups(xbc[:, : heads * dim].view(TOKENS, groups, -1), xbc, empty(heads * dim))
     else:
-        states = LayerStates(empty(64, 4, channels, dtype=dtype), memory)
-        for count in (1, 64):
-            mamba_rows(xbc, dt, weight, empty(channels), *parameters, states, state_rows(count), limits)
+        states = LayerStates(empty(64, inputs_length(4, GUESSES), channels, dtype=dtype), memory)
+        for rows in states_rows():
+            mamba_rows(xbc, dt, weight, empty(channels), *parameters, states, rows, limits)
 
 
-def recurrence(
-    sizes: tuple[int, int, int, int], matrices: torch.dtype, dtype: torch.dtype = BF16, guesses: int = 0
-) -> Recurrence:
+def recurrence(sizes: tuple[int, int, int, int], matrices: torch.dtype, dtype: torch.dtype = BF16) -> Recurrence:
     """Return the memories of 64 sequences. sizes: key heads, heads, key dim and value dim; matrices: their dtype"""
     key_heads, heads, key_dim, value_dim = sizes
-    ring = 64, ring_length(guesses)
+    ring = 64, ring_length(GUESSES)
     beside = empty(*ring, key_heads, key_dim, dtype=dtype), empty(*ring, heads, value_dim, dtype=dtype)
     return Recurrence(empty(64, heads, key_dim, value_dim, dtype=matrices), *beside, empty(*ring, heads))
 
 
-def state_rows(count: int) -> StateRows:
-    """Return the rows of a decode step."""
-    return StateRows(numbers(count), numbers(count), numbers(count))
+def states_rows() -> Iterator[StateRows]:
+    """Yield the rows of decode steps, few and many, without guesses and with some."""
+    for count in (1, 64):
+        yield StateRows(numbers(count), numbers(count), numbers(count))
+        yield StateRows(numbers(count), numbers(5 * count), *(numbers(count) for _ in range(3)), GUESSES)
 
 
 def norm_groups(x: Tensor, gate: Tensor, weight: Tensor) -> None:

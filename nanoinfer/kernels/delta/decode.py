@@ -98,7 +98,7 @@ def delta_rows_triton(
     assert recurrence is not None
     heads, key_dim, value_dim = recurrence.matrices.shape[1:]
     out = torch.empty((len(qkv), heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    walk = Walk.of(recurrence, len(rows.slots))
+    walk = Walk.of(recurrence, rows)
     has_guesses = rows.first is not None
     own = (rows.first, rows.counts, len(rows.slots)) if has_guesses else ()
     (delta_guesses_kernel if has_guesses else _delta_rows_kernel)[walk.grid](

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.delta.inverse import invert_few
 from nanoinfer.kernels.delta.terms import gates_of, length_factor
 from nanoinfer.kernels.launch import load_complete, wait_for_predecessor
 from nanoinfer.kernels.states.fold import fold_parts
@@ -111,11 +112,10 @@ def delta_guesses_kernel(
         has = tl.dot((k_scores * decay).to(updates.dtype), updates, times_matrix(key, state) * far, "ieee")
         out = tl.dot((q_scores * decay).to(updates.dtype), updates, times_matrix(query, state) * far, "ieee")
         near = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
-        update = strength[:, None] * (value - k_factor[:, None] * has)
-        taken = tl.where(r[:, None] > r[None, :], k_products * near, 0.0) * strength[:, None] * k_factor[None, :]
-        for token in range(count - 1):  # what a token learns, those behind it have
-            learned = tl.sum(tl.where(r[:, None] == token, update, 0.0), axis=0)
-            update -= tl.sum(tl.where(r[None, :] == token, taken, 0.0), axis=1)[:, None] * learned[None, :]
+        misses = strength[:, None] * (value - k_factor[:, None] * has)
+        # What a token learns, those behind it have.
+        system = tl.where(r[:, None] > r[None, :], k_products * near, 0.0) * strength[:, None] * k_factor[None, :]
+        update = tl.dot(invert_few(system), misses, input_precision="ieee")
         update = (update * k_factor[:, None]).to(updates.dtype)
         out = tl.dot((q_products * near).to(updates.dtype), update, out, "ieee") * q_factor[:, None]
         mask = is_token[:, None] & has_v

@@ -52,6 +52,17 @@ def invert(below, SIZE: tl.constexpr, FACTORS: tl.constexpr):
 
 
 @triton.jit
+def invert_few(below):
+    """invert_reference inside a kernel, for 16 float32 rows."""
+    r = tl.arange(0, 16)
+    row, column = r[:, None], r[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - _between(below, row, column, 1)
+    for level in tl.static_range(1, 4):
+        inverse = _join(inverse, below, row, column, 1 << level, tl.float32)
+    return inverse
+
+
+@triton.jit
 def _join(inverse, below, row, column, HALF: tl.constexpr, FACTORS: tl.constexpr):
     """Make inverses of blocks of 2 * HALF rows of those of HALF rows."""
     between = _between(below, row, column, HALF).to(FACTORS)

@@ -99,7 +99,7 @@ def mamba_rows_triton(
     assert recurrence is not None
     heads, numbers, dim = recurrence.matrices.shape[1:]
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
-    walk = Walk.of(recurrence, len(rows.slots))
+    walk = Walk.of(recurrence, rows)
     has_guesses = rows.first is not None
     own = (rows.first, rows.counts, len(rows.slots)) if has_guesses else ()
     (mamba_guesses_kernel if has_guesses else _mamba_rows_kernel)[walk.grid](
