@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanoinfer.attention import block_unit
 from nanoinfer.attention.cache_layout import (
     CacheLayout,
+    Matrices,
     Memory,
     Pages,
     State,
@@ -110,17 +111,19 @@ class TestOneGroup:
 
     def test_states_take_bytes_of_a_sequence_and_no_pages(self) -> None:
         pages = [Pages(2, 64)] * 3
-        delta, convolution = State(100, 4, (2, 8, 16)), State(30, 3)
+        delta, convolution = State(100, 4, Matrices(1, 2, 16, 8)), State(30, 3)
         layout = lay_out([pages[0], delta, delta, pages[1], convolution, pages[2]], 256, 128)
         assert layout.states == ((1, delta), (2, delta), (4, convolution))
-        assert [state.num_bytes(2, 4) for state in (delta, convolution)] == [2 * 400 + 4 * 256, 2 * 90]
+        token = 2 * (16 + 2 * 8) + 4 * 2  # a key, an update of each head, and their decays
+        assert [state.num_bytes(2, 4, 0) for state in (delta, convolution)] == [2 * 400 + 4 * 256 + 65 * token, 2 * 90]
+        assert [state.num_bytes(2, 4, 3) for state in (delta, convolution)] == [2 * 700 + 4 * 256 + 71 * token, 2 * 180]
         assert [group.layers for group in layout.groups] == [(0, 3, 5)]
         without = lay_out(pages, 256, 128)
         assert (layout.grid, without.grid) == (64, 1)
         assert replace(layout, groups=without.groups, states=()) == without
 
     def test_a_layer_may_have_both(self) -> None:
-        delta = State(100, 4, (2, 8, 16))
+        delta = State(100, 4, Matrices(1, 2, 16, 8))
         layout, without = (lay_out([one, Pages(2, 64)], 256, 128) for one in ((Pages(2, 64), delta), Pages(2, 64)))
         assert layout.states == ((0, delta),)
         assert replace(layout, states=()) == without

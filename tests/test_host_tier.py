@@ -47,7 +47,7 @@ from test_tensor_parallel import Remains
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
+from nanoinfer.attention.cache_layout import CacheLayout, Matrices, Pages, State, lay_out
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.host_tier import HostTier
@@ -915,7 +915,7 @@ class TestLLM:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_fill_several_slots_as_one_run_of_bytes(device: str, dtype: torch.dtype) -> None:
     """What a step is to write goes to host memory first. Then other content comes into its place."""
-    convolution, recurrence = State(channels=6, width=3), State(channels=5, width=4, matrices=(2, 7, 3))
+    convolution, recurrence = State(channels=6, width=3), State(channels=5, width=4, matrices=Matrices(1, 2, 7, 3))
     layout = lay_out([Pages(1, 2), convolution, recurrence, recurrence], 8, 8)
     spec = StateSpec(layout, dtype, torch.float32)
     cache = KVCacheSpec(layout, dtype, by_head=False).allocate(3, torch.device(device))
