@@ -585,14 +585,18 @@ class Recurrent(WeightShape):
 
 
 def test_the_floor_counts_states() -> None:
-    """A prompt of 3 tokens gets 3 output tokens. Both decode steps read and write a state of four bytes a number."""
+    """A prompt of 3 tokens gets 3 output tokens. Both decode steps read a state of four bytes a number.
+
+    They also read half of the 64 tokens that may stand beside it, of which each writes one, and a 64th of a fold.
+    """
     floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Recurrent)
     channels, values, state = 2 * 5 + 2 * 3, 2 * 3, 2 * 3 * 5
     layers = 2 * LAYER - (8 * 16 + 2 * 8 * 8 + 16 * 8) + 8 * 16 + 8 * (channels + values + 2 * 2) + values * 8
-    read = 2 * (4 * channels * 2 + 2 * state * 4)
+    token = (5 + 2 * 3) * 2 + 2 * 4
+    read = 2 * (4 * channels * 2 + (1 + 2 / 64) * state * 4 + (32 + 1) * token)
     assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES / 2 + read
     halved = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Recurrent, state_itemsize=2)
-    assert bytes_of(floor) - bytes_of(halved) == 2 * 2 * state * 2
+    assert bytes_of(floor) - bytes_of(halved) == 2 * (1 + 2 / 64) * state * 2
     computed = (3 + 2) * 6 * state
     prompt = 2 * layers * 3 + 2 * HEAD + 2 * 16 * 9
     assert operations_of(floor) == prompt + 2 * 2 * (layers + HEAD) + computed
@@ -608,7 +612,8 @@ def test_the_floor_counts_states_beside_keys() -> None:
     floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=SideBySide)
     channels, state = 4 * 3 + 2 * 2 * 5, 4 * 3 * 5
     layers = 2 * LAYER + 8 * (channels + 4 * 3 + 4) + 4 * 3 * 8
-    read = 2 * (4 * channels * 2 + 2 * state * 4)
+    token = (2 * 5 + 4 * 3) * 2 + 4 * 4
+    read = 2 * (4 * channels * 2 + (1 + 2 / 64) * state * 4 + (32 + 1) * token)
     assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES + read
 
 

@@ -15,13 +15,17 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, StateContext
-from nanoinfer.kernels.delta.chunks import Chunks, cut
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.states.boundaries import begin_rows
+from nanoinfer.kernels.states.memory import StateRows
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.short_convolution import ShortConvolution, ShortConvolutionMixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.matrix import Fp8Matrix
@@ -112,21 +116,35 @@ def load(
 def chunks_of(spans: list[Span]) -> Chunks:
     slots, starts, ends = (torch.tensor(column, dtype=torch.int32) for column in zip(*spans, strict=True))
     cu_lens = torch.cat([torch.zeros(1), (ends - starts).cumsum(0)]).int()
-    parts = (torch.tensor(list(part), dtype=torch.int32) for part in cut((start, end, {}) for _, start, end in spans))
-    return Chunks(cu_lens, starts, slots.where(starts > 0, -1), slots, *parts)
+    cuts = cut((start, end, {}) for _, start, end in spans)
+    seqs, first, snapshots, stretches = (torch.tensor(list(part), dtype=torch.int32) for part in cuts)
+    initial = slots.where(starts > 0, -1)
+    return Chunks(
+        cu_lens, starts, initial, slots, seqs, first, snapshots, stretches, starts, standing=initial, may_fold=False
+    )
 
 
 def run(mixer: nn.Module, sizes: GatedDelta | ShortConvolution, ranks: int, sequences: list[Tensor]) -> list[Tensor]:
     """Run a layer over sequences, in steps; returns its results for each. At first, slots hold others' numbers."""
     state = sizes.state(ranks)
-    inputs = torch.randn(len(sequences), state.width, state.channels)
-    matrices = None if state.matrices is None else torch.randn(len(sequences), *state.matrices)
+    layout = CacheLayout((), 64, 64, 0, 0, ((0, state),))
+    pool = StateSpec(layout, torch.float32, torch.float32).allocate(len(sequences), torch.device("cpu"))
+    inputs, recurrence = pool.layers[0]
+    for numbers in (inputs, *(recurrence or ())):
+        numbers.normal_()
     results: list[list[Tensor]] = [[] for _ in sequences]
     for spans in steps():
         lens = [end - start for _, start, end in spans]
         slots = torch.tensor([slot for slot, *_ in spans], dtype=torch.int32)
         positions = torch.cat([torch.arange(start, end, dtype=torch.int32) for _, start, end in spans])
-        states = StateContext({0: (inputs, matrices)}, slots, None if max(lens) == 1 else chunks_of(spans))
+        states = StateContext(pool.layers)
+        if max(lens) == 1:
+            own, boundaries = begin_rows(slots, positions, pool.boundaries)
+            states.rows = StateRows(own, positions, boundaries)
+        else:
+            states.chunks = chunks_of(spans)
+            for slot, _, end in spans:
+                pool.boundaries[slot] = end // CHUNK * CHUNK
         x = torch.cat([sequences[slot][start:end] for slot, start, end in spans])
         out, residual = mixer(x, None, Passing(), Context({}, [], positions, torch.empty(0), 0, states=states))
         assert residual is x
