@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, build
-from cases.heads import HEADS, Drawn, Head, build_with_head, record_rounds
+from cases.heads import HEADS, Drawn, Head, body_of, build_with_head, record_rounds
 from cases.tuned import ALPHA, Tuned
 from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
@@ -40,7 +40,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Drawn]]:
 @torch.inference_mode()
 def assert_defined(rounds: list[list[Drawn]], text: list[int], model: PreTrainedModel, head: Head) -> None:
     """Check that guesses of a text are what the definition says: each is the likeliest token behind the one before."""
-    hidden = model.model(torch.tensor([text])).last_hidden_state[0]
+    hidden = body_of(model)(torch.tensor([text])).last_hidden_state[0]
     for drawn in rounds:
         begin, states, tokens = drawn[0][0], hidden, text[1:]
         states, tokens = states[: begin + 1], tokens[: begin + 1]

@@ -80,7 +80,10 @@ class PredictionLayers:
     count: how many there are to be run: several, each for another distance, or one, again and again
     like: the number of the model's layer whose attention they have
     has_experts: in place of an MLP
-    norm: the norm behind such a layer, in it; mlp_norm: as ModuleNames has it; None: as in the model's layers
+    mlp_norm: as ModuleNames has it; None: as in the model's layers
+    The others are modules beside the layer's own; "{}" stands for how the names of its tensors begin.
+    embedding_norm, hidden_norm: the norms of what the projection takes
+    norm: the norm behind the layer
     """
 
     first: int
@@ -88,8 +91,16 @@ class PredictionLayers:
     count: int = 1
     like: int = -1
     has_experts: bool = True
-    norm: str = "shared_head.norm"
     mlp_norm: str | None = None
+    embedding_norm: str = "{}enorm"
+    hidden_norm: str = "{}hnorm"
+    projection: str = "{}eh_proj"
+    norm: str = "{}shared_head.norm"
+
+    def modules(self, prefix: str) -> tuple[str, ...]:
+        """Return the names of the modules beside a layer. prefix: how the names of its tensors begin"""
+        names = self.embedding_norm, self.hidden_norm, self.projection, self.norm
+        return tuple(name.format(prefix) for name in names)
 
 
 USUAL_NAMES = ModuleNames()

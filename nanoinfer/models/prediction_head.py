@@ -68,15 +68,17 @@ def _formats_of(model: Description) -> Formats:
 
 def names_of_heads(heads: Description) -> Part:
     """Return the names that checkpoints have for the tensors of heads. heads: from describe_heads"""
-    prefixes = tuple(heads.names.prefix(number) for number in range(heads.num_layers))
-    return Part(replace(heads.beside, skipped=()), prefixes, COPIES)
+    assert heads.prediction is not None
+    prefixes = [heads.names.prefix(number) for number in range(heads.num_layers)]
+    beside = [f"{module}." for prefix in prefixes for module in heads.prediction.modules(prefix)]
+    return Part(replace(heads.beside, skipped=()), (*prefixes, *beside), COPIES)
 
 
 def _one_of(heads: Description, number: int) -> Description:
     """Return one of several heads as a model of one layer."""
     assert heads.prediction is not None
     names = replace(heads.names, first=heads.names.first + number)
-    prefix, experts = names.prefix(0), heads.experts
+    experts, (embedding_norm, *_, last_norm) = heads.experts, heads.prediction.modules(names.prefix(0))
     return replace(
         heads,
         num_layers=1,
@@ -86,8 +88,8 @@ def _one_of(heads: Description, number: int) -> Description:
         mixers=heads.mixers[:1],
         sinks=heads.sinks[:1],
         experts=None if experts is None else replace(experts, layers=experts.layers[:1]),
-        names=replace(names, last_norm=prefix + heads.prediction.norm),
-        embedding_norm=f"{prefix}enorm",
+        names=replace(names, last_norm=last_norm),
+        embedding_norm=embedding_norm,
     )
 
 
@@ -123,15 +125,16 @@ class PredictionHead(nn.Module):
         """heads: from describe_heads; number: of this one; max_model_len: as for PredictionHeads"""
         super().__init__()
         head = _one_of(heads, number)
-        self.number, self.tp, size, prefix = number, tp, head.hidden_size, head.names.prefix(0)
+        self.number, self.tp, size = number, tp, head.hidden_size
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(head.ropes) if rope is not None}
         (layer,), self.joint = make_layers(head, max_model_len, rotaries, backend, tp)
         assert isinstance(layer, DecoderLayer)
-        assert head.embedding_norm is not None
+        assert head.prediction is not None
+        embedding_norm, hidden_norm, projection, _ = head.prediction.modules(head.names.prefix(0))
         self.layer = layer
-        self.embedding_norm = NormLayer(head.embedding_norm, size, head.norm_eps, head.norm)
-        self.hidden_norm = NormLayer(f"{prefix}hnorm", size, head.norm_eps, head.norm)
-        section = Section(f"{prefix}eh_proj", size, (size, 2 * size), 0)
+        self.embedding_norm = NormLayer(embedding_norm, size, head.norm_eps, head.norm)
+        self.hidden_norm = NormLayer(hidden_norm, size, head.norm_eps, head.norm)
+        section = Section(projection, size, (size, 2 * size), 0)
         self.projection = PLAIN.make_matrix([section], 2 * size, False)
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:

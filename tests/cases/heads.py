@@ -18,21 +18,39 @@ from cases.case import Case, build, save
 from nanoinfer.runner.drafting.head_steps import HeadSteps
 
 SMALL = 0.003  # a factor of what layers add to the stream
-ADDED = ("o_proj.weight", "down_proj.weight", "experts.down_proj")  # the ends of the names of what they add by
+ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")  # the ends of the names of what they add by
 HEADS = {
     name: replace(CASES[name], settings={**CASES[name].settings, "num_nextn_predict_layers": 1})
     for name in ("glm4moe", "glm4moe groups, biases, norms, two dense layers", "deepseek-v3", "glm4moelite")
 }
-
+QWEN = {
+    name: replace(CASES[name], settings={**CASES[name].settings, setting: 1})
+    for name, setting in (
+        ("qwen3.5", "mtp_num_hidden_layers"),
+        ("qwen3.5moe", "mtp_num_hidden_layers"),
+        ("qwen3next", "num_nextn_predict_layers"),
+        ("qwen3.5 multimodal", "mtp_num_hidden_layers"),
+    )
+}
 
 Drawn = tuple[int, int, Tensor]  # of a position: the token that a head takes, and its hidden state there
 MIMO = {name: CASES[name] for name in CASES if name.startswith("mimo-v2")}
 WINDOW = "sliding_attention"
-# What the files of MiMo-V2-Flash call what Head.state_dict calls otherwise.
-MIMO_NAMES = {
-    "norm.weight": "final_layernorm.weight",
-    "layer.post_attention_layernorm.weight": "layer.pre_mlp_layernorm.weight",
-    "layer.self_attn.sinks": "layer.self_attn.attention_sink_bias",
+# What files call what Head.state_dict calls otherwise: how names begin in both, by the beginning of the model's type.
+USUAL_NAMES = {"norm.weight": "shared_head.norm.weight", "layer.": ""}
+FILE_NAMES = {
+    "mimo": {
+        "norm.weight": "final_layernorm.weight",
+        "layer.post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+        "layer.self_attn.sinks": "self_attn.attention_sink_bias",
+        "layer.": "",
+    },
+    "qwen": {
+        "enorm.": "pre_fc_norm_embedding.",
+        "hnorm.": "pre_fc_norm_hidden.",
+        "eh_proj.": "fc.",
+        "layer.": "layers.0.",
+    },
 }
 
 
@@ -44,12 +62,13 @@ class Head(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        config = deepcopy(model.config)
+        config, body = deepcopy(model.config.get_text_config()), body_of(model)
         config.num_hidden_layers, config.first_k_dense_replace, config.mlp_layer_types = 1, 0, ["sparse"]
+        config.layer_types, size = ["full_attention"], config.hidden_size
         self.window = config.sliding_window if config.model_type == "mimo_v2_flash" else None
         if self.window:
             config.layer_types, config.mlp_layer_types = [WINDOW], ["dense"]
-        size, body = config.hidden_size, model.model
+        self.names = next((own for kind, own in FILE_NAMES.items() if config.model_type.startswith(kind)), USUAL_NAMES)
         self.enorm, self.hnorm, self.norm = (type(body.norm)(size, eps=config.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = type(body.layers[-1])(config, 0)
@@ -70,15 +89,22 @@ class Head(nn.Module):
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return its tensors, as published files have them; prefix: of their names"""
         named = dict(self.state_dict())
-        for ours, theirs in (MIMO_NAMES if self.window else {"norm.weight": "shared_head.norm.weight"}).items():
-            named[theirs] = named.pop(ours)
         for name in [name for name in named if ".experts." in name]:
             for number, matrix in enumerate(named.pop(name)):
                 parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
                 kinds = ("gate_proj", "up_proj") if len(parts) > 1 else ("down_proj",)
                 for kind, part in zip(kinds, parts, strict=True):
                     named[f"layer.mlp.experts.{number}.{kind}.weight"] = part
-        return {prefix + name.removeprefix("layer."): tensor.contiguous() for name, tensor in named.items()}
+        return {prefix + self._in_files(name): tensor.contiguous() for name, tensor in named.items()}
+
+    def _in_files(self, name: str) -> str:
+        begin, theirs = next((pair for pair in self.names.items() if name.startswith(pair[0])), ("", ""))
+        return theirs + name[len(begin) :]
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder of a model of transformers, without its output projection."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def build_with_head(case: Case, folder: Path, agrees: bool = False) -> tuple[PreTrainedModel, Head]:
@@ -87,6 +113,9 @@ def build_with_head(case: Case, folder: Path, agrees: bool = False) -> tuple[Pre
     agrees: nearly all of the next token comes from the last one's embedding, in the model as in the head
     """
     model, (head,) = _make(case, folder, SMALL if agrees else None, 1)
+    if case.model_type.startswith("qwen"):
+        add_tensors(folder, head.tensors("mtp."))
+        return model, head
     prefix = f"model.layers.{model.config.num_hidden_layers}."
     copies = {"embed_tokens": model.model.embed_tokens, "shared_head.head": model.lm_head}
     tensors = {f"{prefix}{name}.weight": module.weight.detach().clone() for name, module in copies.items()}
@@ -131,12 +160,12 @@ def _let_agree(model: PreTrainedModel, heads: list[Head], small: float) -> None:
         for name, parameter in module.named_parameters():
             if name.endswith(ADDED):
                 parameter *= small
-    size = model.config.hidden_size
+    size, last_norm = model.config.get_text_config().hidden_size, body_of(model).norm
     for head in heads:
         head.eh_proj.weight *= small
         head.eh_proj.weight[:, :size] += torch.eye(size)
-        head.enorm.weight.fill_(1)
-        head.norm.weight.copy_(model.model.norm.weight)
+        head.enorm.weight.copy_(type(last_norm)(size).weight)
+        head.norm.weight.copy_(last_norm.weight)
 
 
 def record_rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Drawn]]:

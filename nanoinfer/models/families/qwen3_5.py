@@ -1,23 +1,35 @@
 """Qwen3-Next and Qwen3.5 (Qwen Team, 2025 and 2026): most layers have the gated delta rule, the others attend.
 
 Attention has an output gate and norms of each query and key head, and rotates a share of a head. Norms are stored less
-one, but for those of the delta rule.
+one, but for those of the delta rule. A layer that attends predicts further tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts, sparse_layers
+from nanoinfer.models.experts import MoEConfig, read_experts, sparse_layers
+from nanoinfer.models.module_names import PredictionLayers
 from nanoinfer.models.reading import describe_common, read_mixers, read_width
 from nanoinfer.models.rope import read_rope, read_rotary_dim
-from nanoinfer.models.settings import refuse, size_of
+from nanoinfer.models.settings import count_of, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+PREDICTION = PredictionLayers(
+    0,
+    "mtp.layers",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+)
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -37,11 +49,18 @@ def describe_next(config: PretrainedConfig) -> Description:
     """Describe a Qwen3-Next model: its checkpoints hold the delta rule's projections head by head, in two tensors."""
     shared = size_of(config, "shared_expert_intermediate_size")
     experts = read_experts(config, sparse_layers(config), "moe_intermediate_size", shared_size=shared)
-    return _describe(config, "heads", experts=experts)
+    return _describe(config, "heads", "num_nextn_predict_layers", 1, experts=experts)
 
 
-def _describe(config: PretrainedConfig, layout: Literal["stacked", "heads"] = "stacked", **own: Any) -> Description:
-    refuse(config, hidden_act="silu", attn_output_gate=True)
+def _describe(
+    config: PretrainedConfig,
+    layout: Literal["stacked", "heads"] = "stacked",
+    predicting: str = "mtp_num_hidden_layers",
+    usual: int = 0,
+    experts: MoEConfig | None = None,
+) -> Description:
+    """predicting: the setting that counts layers which predict further tokens; usual: so many, if configs lack it"""
+    refuse(config, hidden_act="silu", attn_output_gate=True, mtp_use_dedicated_embeddings=False)
     mixers = read_mixers(config, {"linear_attention": read_delta(config, layout=layout)})
     rope = read_rope(config, read_rotary_dim(config))
     return describe_common(
@@ -53,8 +72,23 @@ def _describe(config: PretrainedConfig, layout: Literal["stacked", "heads"] = "s
         output_gate=True,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        **own,
+        experts=experts,
+        prediction=_read_prediction(config, predicting, usual, mixers.index(None), experts),
     )
+
+
+def _read_prediction(
+    config: PretrainedConfig, field: str, usual: int, like: int, experts: MoEConfig | None
+) -> PredictionLayers | None:
+    """Read the layers that predict further tokens, of which nanoinfer runs the first.
+
+    field, usual: the setting that counts them, and how many they are without it; like: as PredictionLayers has it
+    """
+    count = usual if getattr(config, field, None) is None else count_of(config, field)
+    if not count:
+        return None
+    has_experts = experts is not None and experts.layers[0]
+    return replace(PREDICTION, like=like, has_experts=has_experts)
 
 
 def read_delta(config: PretrainedConfig, **own: Any) -> GatedDelta:

@@ -54,7 +54,7 @@ def _read_prediction(config: PretrainedConfig, has_window: tuple[bool, ...]) -> 
         count = count_of(config, "num_nextn_predict_layers")
     if not count or True not in has_window:
         return None
-    like, norms = has_window.index(True), {"norm": "final_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+    like, norms = has_window.index(True), {"norm": "{}final_layernorm", "mlp_norm": "pre_mlp_layernorm"}
     return PredictionLayers(0, PREDICTION, count, like, has_experts=False, **norms)
 
 
