@@ -294,7 +294,8 @@ class Config:
             own = model, self.tokenizer or self.model
             self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)
         elif self.speculation == MTP:
-            self.draft = Draft.of_heads(self.model, model, self.max_guesses, self.is_loaded)
+            is_rounded = self.quantization is not None
+            self.draft = Draft.of_heads(self.model, model, self.max_guesses, self.is_loaded, is_rounded)
             self.max_guesses = self.draft.most_guesses or self.max_guesses
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")

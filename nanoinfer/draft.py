@@ -10,6 +10,9 @@ from nanoinfer.drafting.tokens import check_tokens
 from nanoinfer.models.description import Description
 from nanoinfer.models.prediction_head import describe_heads, names_of_heads
 from nanoinfer.models.ranks import check_in_order
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.roll import FILE_NAMES
+from nanoinfer.weights.shards import FLOATS
 from nanoinfer.weights.sources import FileSource
 
 
@@ -53,10 +56,13 @@ class Draft:
         return cls(option, folder, draft, range(model.num_layers, model.num_layers + draft.num_layers))
 
     @classmethod
-    def of_heads(cls, folder: str, model: Description, most: int, is_loaded: bool) -> Draft:
+    def of_heads(cls, folder: str, model: Description, most: int, is_loaded: bool, is_rounded: bool) -> Draft:
         """Describe the prediction heads of the model in a folder; raises ValueError if it has none.
 
+        Files of quantized models may hold them in 16 bits, whatever the config says: so they stay.
+
         most: guesses of a sequence in a step; is_loaded: as for Checkpoint.describe
+        is_rounded: the option `quantization` asks for a format
         """
         option, heads = f"speculation={MTP!r}", describe_heads(model, most)
         if heads is None:
@@ -70,6 +76,9 @@ class Draft:
                 f"{option}: must be left out, or the checkpoint have the tensors of its prediction head,"
                 f" {heads.names.prefix(0)}*: transformers saves models without them"
             )
+        may_be_plain = is_loaded and not is_rounded and heads.formats.quantized
+        if may_be_plain and draft.source().number_types <= {FILE_NAMES[dtype] for dtype in FLOATS}:
+            return replace(draft, description=replace(heads, formats=PLAIN_FORMATS))
         return draft
 
     @property

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import build
 from cases.heads import QWEN, Drawn, build_with_head, record_rounds
 from conftest import greedy, of_each_kind
 from safetensors.torch import load_file, save_file
 from test_guesses_of_an_llm import run
 from test_prediction_heads import FILE, NAMES_NONE, SMALL, assert_defined
+from test_quantization import SMALL_BLOCKS, write_checkpoint
+from torch import Tensor
 
 from nanoinfer import LLM
 from nanoinfer.config import Config
@@ -65,6 +68,23 @@ def test_a_config_may_name_no_head_and_files_may_lack_it(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "some" / FILE, {"format": "pt"})
     with pytest.raises(ValueError, match=r"does not fit the model: missing: mtp\.fc\.weight"):
         LLM(str(tmp_path / "some"), **SMALL, **MTP)
+
+
+def test_a_checkpoint_in_fp8_may_hold_it_in_16_bits(rounds: list[list[Drawn]], tmp_path: Path) -> None:
+    """As published ones do, whose configs need not say so."""
+    build_with_head(ATTENDING["qwen3.5"], tmp_path, agrees=True)
+    head = {name: tensor for name, tensor in load_file(tmp_path / FILE).items() if name.startswith("mtp.")}
+    in_fp8, states = tmp_path / "fp8", list[Tensor]()
+    in_fp8.mkdir()
+    for own in (write_checkpoint(tmp_path, in_fp8, SMALL_BLOCKS), in_fp8):
+        others = {name: tensor for name, tensor in load_file(own / FILE).items() if not name.startswith("mtp.")}
+        save_file(others | head, own / FILE, {"format": "pt"})
+        with LLM(str(own), **SMALL, speculation="mtp", max_guesses=1) as llm:
+            rounds.clear()
+            run(llm, [[5, 6, 7]], greedy(9, ignore_eos=True))
+            states.append(torch.stack([after for ((_, _, after),) in rounds]))
+    assert len(states[0]) > 2
+    torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4)
 
 
 def test_embeddings_of_its_own_are_refused(tmp_path: Path) -> None:

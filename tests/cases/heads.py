@@ -18,7 +18,8 @@ from cases.case import Case, build, save
 from nanoinfer.runner.drafting.head_steps import HeadSteps
 
 SMALL = 0.003  # a factor of what layers add to the stream
-ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")  # the ends of the names of what they add by
+# The ends of the names of what they add by.
+ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 HEADS = {
     name: replace(CASES[name], settings={**CASES[name].settings, "num_nextn_predict_layers": 1})
     for name in ("glm4moe", "glm4moe groups, biases, norms, two dense layers", "deepseek-v3", "glm4moelite")
