@@ -100,6 +100,11 @@ class Checkpoint:
             )
         return model
 
+    @property
+    def has_whole_images(self) -> bool:
+        """Whether each token of an image sees the whole image; raises ValueError as `describe` does."""
+        return any(describe(self.hf_config).whole_images)
+
     def _count_labels(self, runner: str) -> int | None:
         """Return what Description has as labels. Raises ValueError if the model cannot generate, and is to."""
         (name, *_) = self.hf_config.architectures or [""]

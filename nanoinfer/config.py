@@ -114,9 +114,9 @@ class Config:
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15; becomes the number of prediction
         heads that a checkpoint has, if these are several and fewer
     remember_outputs: so many more texts that have ended stay for guesses, beside about as many as max_num_seqs
-    images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
-        not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
-        speed and the memory of a text model. For a checkpoint that hears, the same holds of audio
+    images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs. With
+        deterministic=True, Gemma's do not. True: a ValueError says why it cannot see. False: it takes text alone, with
+        the speed and the memory of a text model. For a checkpoint that hears, the same holds of audio
     limit_images_per_prompt: a prompt has at most this many images; 0: none. None: as many as fit max_model_len
     limit_videos_per_prompt: a prompt has at most this many videos, as limit_images_per_prompt says of images
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
@@ -281,7 +281,7 @@ class Config:
         self.generation_config = checkpoint.generation_config
         with fresh_torch_state():
             files = self.model, self.tokenizer or self.model, checkpoint.hf_config, self.is_loaded
-            self.images = can_see(self.images, *files, self.deterministic)
+            self.images = can_see(self.images, *files, self.deterministic and checkpoint.has_whole_images)
             how = self.runner, self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
             described = checkpoint.describe(*how)
             self.description = replace(described, joins_shared=not self.max_adapters)  # adapters name its matrices

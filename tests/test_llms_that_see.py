@@ -159,7 +159,7 @@ class TestOptions:
             ("tower", "the checkpoint's files hold no tower for images"),
             ("float", "the checkpoint's tower has numbers of type F8_E4M3; those of 16 bits or more are run"),
             ("pillow", r"images need pillow: pip install 'nanoinfer\[images\]'"),
-            ("order", "deterministic=True goes with text alone"),
+            ("order", "with deterministic=True no token sees those behind it, as tokens of an image do"),
         ],
     )
     def test_what_it_takes_to_see(
@@ -167,11 +167,13 @@ class TestOptions:
         lacks: str,
         fault: str,
         qwen: Checkpoint,
+        gemma: Checkpoint,
         blind: Callable[[str], str],
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        folder = qwen.folder if lacks in ("pillow", "order") else blind(lacks)
+        whole = {"pillow": qwen.folder, "order": gemma.folder}
+        folder = whole[lacks] if lacks in whole else blind(lacks)
         if lacks == "pillow":
             monkeypatch.setattr(options, "find_spec", lambda name: None)
         how = {"deterministic": True} if lacks == "order" else {}

@@ -59,22 +59,22 @@ def check_image_folder(value: Any) -> str | None:
 
 
 def can_see(
-    images: bool | str, folder: str, tokenizer: str, config: PretrainedConfig, is_loaded: bool, deterministic: bool
+    images: bool | str, folder: str, tokenizer: str, config: PretrainedConfig, is_loaded: bool, lacks_behind: bool
 ) -> bool:
     """Return whether an LLM sees; a warning says why not, if the checkpoint has other parts than a language model.
 
-    images, deterministic: the options
+    images: the option
     folder: the checkpoint's; config: its config.json; tokenizer: the tokenizer's folder
     is_loaded: the weights come from the folder
+    lacks_behind: no token can see those behind it, as some of its images' would have to
 
     Raises ValueError if it must see, and cannot.
     """
     if images is False:
         return False
-    if deterministic:
-        fault: str | None = "deterministic=True goes with text alone"
-    else:
-        fault = _find_fault(folder, tokenizer, config, is_loaded)
+    fault = _find_fault(folder, tokenizer, config, is_loaded)
+    if fault is None and lacks_behind:
+        fault = "with deterministic=True no token sees those behind it, as tokens of an image do in this model"
     if fault is not None and images is True:
         raise ValueError(f"images=True: must be 'auto' or False: {fault}")
     if fault is not None and config.get_text_config() is not config:

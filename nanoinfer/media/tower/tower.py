@@ -48,7 +48,8 @@ class TransformersTower:
 
     config: the checkpoint's
     memory: a context in which torch.empty makes the weights
-    batch_bytes: so many bytes of pixels, in this dtype, are encoded at once, or one image if it alone has more
+    batch_bytes: so many bytes of pixels, in this dtype, are encoded at once, or one image if it alone has more; 0:
+        each image is encoded alone, so that no bit of it depends on others
 
     num_deep: see spans.Tower
 
@@ -63,7 +64,7 @@ class TransformersTower:
         memory: AbstractContextManager[object] | None = None,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
-        self.batch_bytes = batch_bytes
+        self.batch_bytes, self._is_alone = batch_bytes, batch_bytes == 0
         self._hears = not hasattr(config, "vision_config")
         of_vision = None if self._hears else config.vision_config
         self.num_deep = len(getattr(of_vision, "deepstack_visual_indexes", ()))
@@ -93,7 +94,8 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # or convolutions would round float32
+        # Without TF32, or convolutions would round float32.
+        with torch.backends.cudnn.flags(enabled=True, deterministic=self._is_alone, allow_tf32=False):
             return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
 
     def try_largest(self, image: Pixels) -> list[Encoded]:
@@ -107,7 +109,7 @@ class TransformersTower:
         for given in pixels:
             image = dict(given)  # made now, if they are on demand
             size = self._share(image)
-            if batch and size > room:
+            if batch and (size > room or self._is_alone):
                 yield batch
                 batch, room = [], self.batch_bytes
             batch.append(image)

@@ -10,7 +10,7 @@ import torch
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
 from nanoinfer.draft import Draft
-from nanoinfer.media.tower.tower import TransformersTower
+from nanoinfer.media.tower.tower import BATCH_BYTES, TransformersTower
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -110,7 +110,8 @@ class Holdings:
         if config.hf_config is None:
             return None
         memory = None if self._lender is None else self._lender.for_weights()
-        tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory)
+        at_once = 0 if config.deterministic else BATCH_BYTES
+        tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory, at_once)
         self.model_bytes += tower.num_bytes
         self.media = MediaEmbeddings(tower, self._tp, self._device, config.torch_dtype, config.description.hidden_size)
         return tower

@@ -46,11 +46,13 @@ class InputBatch:
         prefixes: SharedPrefixes | None = None,
         has_deltas: bool = False,
         may_adapt: bool = False,
+        in_sections: bool = False,
     ) -> None:
         """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places.
 
-        may_adapt: rows may have adapters
+        may_adapt: rows may have adapters; in_sections: as for PrefillInputs
         """
+        self._in_sections = in_sections
         self.block_sizes, self.steps = [group.block_size for group in kv_cache.layout.groups], kv_cache.steps
         self.prefixes = prefixes
         self.device = device
@@ -128,6 +130,8 @@ class InputBatch:
         for table, block_size in zip(self.divide(own.block_tables), self.block_sizes, strict=True):
             slots, context_lens, rotary = locate_rows(positions, table, block_size, own.deltas)
             groups.append(GroupContext(slots, table))
+        if self._in_sections:
+            rotary = rotary.repeat(3, 1)
         return Context(kv_cache.layers, groups, positions, context_lens, max_context_len, rotary=rotary)
 
     def state_context(self, positions: Tensor, states: StatePool, guessed: GuessedRows | None) -> StateContext:

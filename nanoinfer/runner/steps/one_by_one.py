@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context, StateContext
+from nanoinfer.attention.context import Context, MediaContext, StateContext
 from nanoinfer.config import Config
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -45,15 +46,13 @@ class OneByOne(Steps):
         return Extras(experts=torch.cat(self._experts) if self._experts else None)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
-        return torch.cat(
-            [
-                self._run_token(
-                    token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter, _states_of(chunk, position)
-                )
-                for chunk in chunks
-                for position, token_id in enumerate(chunk.token_ids, chunk.start)
-            ]
-        )
+        tokens = [
+            (token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter, _states_of(chunk, position))
+            for chunk in chunks
+            for position, token_id in enumerate(chunk.token_ids, chunk.start)
+        ]
+        seen = _seen(prompts.context, len(tokens))
+        return torch.cat([self._run_token(*token, *own) for token, own in zip(tokens, seen, strict=True)])
 
     def _run_rows(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
         tokens, positions = token_ids.tolist(), context.positions.tolist()
@@ -64,8 +63,9 @@ class OneByOne(Steps):
         are_long = map(self._is_long, positions)
         slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
         own = [None] * len(tokens) if context.states is None else map(_in_place, _slots_of(context.states))
-        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, own, strict=True)
-        return torch.cat([self._run_token(*row) for row in rows])
+        seen = _seen(context, len(tokens))
+        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, own, seen, strict=True)
+        return torch.cat([self._run_token(*row, *of_row) for *row, of_row in rows])
 
     def _is_long(self, position: int) -> bool:
         """Return whether a running sequence, whose last token has this position, is computed as a long one."""
@@ -79,10 +79,13 @@ class OneByOne(Steps):
         is_long: bool,
         adapter: int,
         states: ChunkStates | None,
+        rotary: Tensor,
+        media: MediaContext | None,
     ) -> Tensor:
         """Run the model over one token; returns its hidden state, [1, hidden_size].
 
         states: where its layers find and leave theirs; snapshots are copies of what they leave
+        rotary, media: the token's own part of Context.rotary_rows and Context.media
         """
         snapshots: dict[int, int] = {}
         if states is not None:
@@ -90,6 +93,7 @@ class OneByOne(Steps):
         tokens = array("i", [token_id])
         chunk = ChunkMessage(tokens, position, block_tables, is_long=is_long, adapter=adapter, states=states)
         inputs = PrefillInputs([chunk], [], self.kv_cache, self.states, may_adapt=self._may_adapt)
+        inputs.context.rotary_rows, inputs.context.media = rotary, media
         hidden = super()._run_chunks([chunk], inputs)
         if states is not None and (snapshot := snapshots.get(position + 1)) is not None:
             self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
@@ -105,6 +109,18 @@ class OneByOne(Steps):
         logits = self.logits_processors.gather(logits)  # every rank draws, from as many tokens as one rank would
         rows = zip(*(x.split(1) for x in (logits, temperatures, seeds, positions)), strict=True)
         return torch.cat([self.sampler(*row) for row in rows])
+
+
+def _seen(context: Context, count: int) -> Iterator[tuple[Tensor, MediaContext | None]]:
+    """Yield the rotary positions of each of a step's tokens, and what it gets of an image; None: it is no image's."""
+    media = context.media
+    entries = {} if media is None else {place: entry for entry, place in enumerate(media.places.tolist())}
+    for place, rotary in zip(range(count), context.rotary_rows.split(1, dim=-1), strict=True):
+        if media is None or (entry := entries.get(place)) is None:
+            yield rotary, None
+            continue
+        embedded, *deep = (x[entry : entry + 1] for x in (media.embeddings, *media.deep))
+        yield rotary, MediaContext(torch.zeros_like(media.places[:1]), embedded, deep)
 
 
 def _states_of(chunk: ChunkMessage, position: int) -> ChunkStates | None:

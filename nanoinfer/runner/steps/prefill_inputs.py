@@ -45,10 +45,11 @@ class PrefillInputs:
         states: StatePool | None = None,
         whole_images: bool = False,
         may_adapt: bool = False,
+        in_sections: bool = False,
     ) -> None:
         """states: given if layers have some; whole_images: some layer lets an image's tokens see each other.
 
-        may_adapt: chunks may have adapters
+        may_adapt: chunks may have adapters; in_sections: all tokens have three rotary positions, those of text, too
         """
         query_lens = [count for chunk in chunks for count in chunk.lens]
         starts = [chunk.start for chunk in chunks for _ in chunk.lens]
@@ -63,7 +64,9 @@ class PrefillInputs:
         division = divide(query_lens, context_lens) if widths else None
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
-        has_sections = any(chunk.media is not None and chunk.media.positions is not None for chunk in chunks)
+        has_sections = in_sections or any(
+            chunk.media is not None and chunk.media.positions is not None for chunk in chunks
+        )
         if has_sections:
             arrays.append(_pack_sections(chunks))
         has_ends = whole_images and any(chunk.media is not None and chunk.media.parts for chunk in chunks)

@@ -61,7 +61,9 @@ class Steps:
         device = logits.device
         has_deltas = config.description.has_sections
         self._may_adapt = holdings.adapters is not None
-        how = prefixes, has_deltas, self._may_adapt
+        # Kernels that turn by three positions may round otherwise than those that turn by one.
+        self._in_sections = config.is_in_order and has_deltas
+        how = prefixes, has_deltas, self._may_adapt, self._in_sections
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, *how)
         if config.speculation is not None:
             self.verifier = Verifier(config, tp, self.batch, holdings)
@@ -104,7 +106,7 @@ class Steps:
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run the model over prompts, or over chunks of them, and let those join whose prompts are complete."""
         self.kv_cache.copy_pairs(message.copies)
-        how = self.states, self._whole_images, self._may_adapt
+        how = self.states, self._whole_images, self._may_adapt, self._in_sections
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, *how)
         if message.media is not None:
             assert self.holdings.media is not None
