@@ -107,8 +107,7 @@ class Config:
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
         one of its prompt, was last like its end. No guess changes a result. "draft": draft_model makes guesses. "mtp":
         the checkpoint's own heads do that predict further tokens. "auto": draft_model makes guesses, or without one
-        "suffix" does, only where that should be faster. A Drafter makes guesses of its own. None: there are none, as in
-        models whose layers keep a state
+        "suffix" does, only where that should be faster. A Drafter makes guesses of its own. None: there are none
     draft_model: a folder or a Hub id: a small model of the same vocabulary, which guesses if speculation is "draft" or
         "auto". Its keys lie in the KV cache, too. None: there is none
     max_guesses: a step verifies at most this many guesses of a sequence, 1 to 15; becomes the number of prediction
@@ -288,8 +287,7 @@ class Config:
         self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
         model, self.draft = self.description, None
-        can = model.generates, model.has_states, self.sees
-        check_speculating(self.speculation, self.draft_model, *can)
+        check_speculating(self.speculation, self.draft_model, model.generates, self.sees)
         if self.draft_model is not None:
             own = model, self.tokenizer or self.model
             self.draft = Draft.open(self.draft_model, *own, self.tensor_parallel_size, self.is_loaded)

@@ -50,7 +50,8 @@ class Draft:
             )
         if draft.has_states:
             raise ValueError(
-                f"{option}: some of its layers keep a state, which cannot go back behind a guess that did not hold"
+                f"{option}: some of its layers keep a state, which a draft model of nanoinfer cannot have; its heads"
+                f" can guess, if the model has some: speculation={MTP!r}"
             )
         check_tokens(folder, tokenizer)
         return cls(option, folder, draft, range(model.num_layers, model.num_layers + draft.num_layers))

@@ -455,12 +455,10 @@ def open_engine(
     monkeypatch.setattr("nanoinfer.runner.memory.plan.SLOTS_OF_A_ROW", slots_of_a_row)
     least = stage.least_tokens
     block_size = rng.choice([16, 16, 32]) if least == 1 else rng.choice([64, 64, 128])
-    drafting: dict[str, Any] = {}
-    if least == 1:  # layers without a state
-        drafters = [None, None, "suffix", "suffix", "auto", "draft", "draft", Babbler(VOCAB, rng.randrange(100))]
-        drafting = {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
-        may_draft = drafting["speculation"] == "draft" or (drafting["speculation"] == "auto" and rng.random() < 0.5)
-        drafting["draft_model"] = rng.choice(stage.drafts) if may_draft else None
+    drafters = [None, None, "suffix", "suffix", "auto", "draft", "draft", Babbler(VOCAB, rng.randrange(100))]
+    drafting: dict[str, Any] = {"speculation": rng.choice(drafters), "max_guesses": rng.choice([1, 2, 4, 8, 15])}
+    may_draft = drafting["speculation"] == "draft" or (drafting["speculation"] == "auto" and rng.random() < 0.5)
+    drafting["draft_model"] = rng.choice(stage.drafts) if may_draft else None
     block_size = options.get("kvcache_block_size", block_size)
     fewest = stage.fewest_blocks(block_size, drafting.get("draft_model"))
     blocks = rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest])

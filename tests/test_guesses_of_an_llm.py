@@ -6,12 +6,10 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, build
 from cases.drafters import DRAFTERS as KINDS
 from cases.drafters import Moody, Prophet
 from conftest import assert_equal, different_settings, greedy, whole_only
@@ -411,13 +409,6 @@ def test_a_gpu_gives_the_same_tokens(drafter: str, options: dict[str, Any]) -> N
             if speculation == "suffix":
                 assert sum(output.samples[0].num_accepted_tokens for output in second) > 400
     assert texts[0] == texts[1]
-
-
-def test_models_that_cannot_say_so(tmp_path: Path) -> None:
-    build(CASES["lfm2"], tmp_path)
-    message = "^speculation='auto': must be left out for this model: some of its layers keep a state"
-    with pytest.raises(ValueError, match=message):
-        Config(str(tmp_path), speculation="auto")
 
 
 def test_vllms_names_work() -> None:

@@ -10,20 +10,23 @@ import pytest
 import torch
 from cases import build
 from cases.heads import QWEN, Drawn, build_with_head, record_rounds
-from conftest import greedy, of_each_kind
+from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
+from test_guesses_beside_states import PARAMS, PROMPTS, SPREAD, VOCAB, open_llm
 from test_guesses_of_an_llm import run
-from test_prediction_heads import FILE, NAMES_NONE, SMALL, assert_defined
+from test_prediction_heads import FILE, NAMES_NONE, SMALL, assert_defined, copy_tokenizer
 from test_quantization import SMALL_BLOCKS, write_checkpoint
 from torch import Tensor
 
-from nanoinfer import LLM
+from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer.benchmark.determinism import bits_of
 from nanoinfer.config import Config
 
 ATTENDING = {
     name: replace(case, settings={**case.settings, "layer_types": ["full_attention"] * 4})
     for name, case in QWEN.items()
 }
+STATES = {**SMALL, "max_model_len": 192, "kvcache_block_size": 64}
 MTP: dict[str, Any] = {"speculation": "mtp", "max_guesses": 3}
 
 
@@ -33,22 +36,91 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Drawn]]:
     return record_rounds(monkeypatch)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("agrees", [False, True])
-@pytest.mark.parametrize("name", of_each_kind(ATTENDING, 0, 2))
+@pytest.mark.parametrize("name", of_each_kind(QWEN, 0, 2))
 def test_guesses_are_what_the_definition_says(
     name: str, agrees: bool, rounds: list[list[Drawn]], tmp_path: Path
 ) -> None:
-    """Behind chunks, cached prefixes, and guesses that held or did not."""
-    model, head = build_with_head(ATTENDING[name], tmp_path, agrees)
-    prompt = list(range(3, 44))
-    with LLM(str(tmp_path), **SMALL, max_num_batched_tokens=17, **MTP) as llm:
+    """Behind chunks, cached prefixes, and guesses that held or did not. The model's other layers keep states."""
+    model, head = build_with_head(QWEN[name], tmp_path, agrees)
+    prompt = [7 * i % 150 for i in range(75)]
+    with LLM(str(tmp_path), **STATES, max_num_batched_tokens=64, **MTP) as llm:
         for _ in range(2):
             rounds.clear()
             (output,) = run(llm, [prompt], greedy(14, ignore_eos=True))
             assert (output.num_accepted_tokens > 0.5 * output.num_proposed_tokens > 1) == agrees
             assert_defined(rounds, prompt + output.token_ids, model, head)
             assert len(rounds) > 2
-        assert output.num_cached_tokens == 32
+        assert output.num_cached_tokens == 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with the bundled one's tokenizer, and a head that is mostly right."""
+    folder, case = tmp_path_factory.mktemp("agrees"), QWEN["qwen3.5"]
+    build_with_head(replace(case, settings={**case.settings, "vocab_size": VOCAB}), folder, agrees=True)
+    copy_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[RequestOutput]:
+    with open_llm(folder) as llm:
+        return run(llm, PROMPTS, PARAMS)
+
+
+@pytest.mark.usefixtures("no_foresight", "one_thread")
+@pytest.mark.parametrize("spread", ["roomy", "tight", "host", *whole_only(["one row", "two ranks"])])
+def test_results_are_those_without(spread: str, folder: str, expected: list[RequestOutput]) -> None:
+    """Samples, prompts that begin alike, log-probabilities of prompts, and structured outputs; most guesses hold."""
+    with open_llm(folder, **{**MTP, **SPREAD[spread]}) as llm:
+        for _ in range(2):
+            outputs = run(llm, PROMPTS, PARAMS)
+            assert_equal(outputs, expected)
+        assert llm.stats().num_accepted_tokens > 0.3 * llm.stats().num_proposed_tokens > 0
+        assert spread != "tight" or llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bits_are_those_without_if_sums_have_one_order(folder: str) -> None:
+    prompts, params, results = [PROMPTS[0], PROMPTS[5][:60]], greedy(12, ignore_eos=True, logprobs=0), []
+    for options in ({}, MTP):
+        with open_llm(folder, deterministic=True, **options) as llm:
+            results.append([bits_of(output) for output in run(llm, prompts, params)])
+            assert not options or llm.stats().num_accepted_tokens > 5
+    assert results[0] == results[1]
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="no kernel is interpreted where there is a GPU; the last test has its graphs")
+def test_empty_places_change_nothing(tmp_path: Path) -> None:
+    """Where kernels are interpreted, steps have all places, as a GPU's graphs have. One row ends before the other."""
+    case = QWEN["qwen3.5"]
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    build_with_head(replace(case, settings={**case.settings, **few}), tmp_path, agrees=True)
+    shape = {**STATES, "max_model_len": 80, "num_kvcache_blocks": 8, "max_num_seqs": 2}
+    params = [SamplingParams(temperature=0.8 * i, max_tokens=3 + 3 * i, seed=1, ignore_eos=True) for i in range(2)]
+    outputs, prompts = [], [[5, 6, 7], [8, 9]]
+    for options in ({}, {"attention_backend": "triton", "speculation": "mtp", "max_guesses": 2}):
+        with LLM(str(tmp_path), **{**shape, **options}) as llm:
+            outputs.append(run(llm, prompts, params))
+    assert_equal(outputs[1], outputs[0])
+    assert all(output.num_accepted_tokens for output in outputs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"enforce_eager": True}], ids=repr)
+def test_a_gpu_gives_the_same_tokens(options: dict[str, Any], folder: str) -> None:
+    """Rows come and go, so that graphs have empty rows."""
+    params = [SamplingParams(temperature=0.4 * (i % 3), seed=i, max_tokens=8 + 5 * (i % 17)) for i in range(40)]
+    prompts, texts = [PROMPTS[i % 8] for i in range(40)], []
+    for own in ({}, MTP):
+        with open_llm(folder, **{"device": "cuda", **options, **own}) as llm:
+            texts.append([output.token_ids for output in run(llm, prompts, params)])
+            held, proposed = llm.stats().num_accepted_tokens, llm.stats().num_proposed_tokens
+    assert held > 0.5 * proposed > 150
+    if options.get("dtype") != "bfloat16":
+        assert texts[0] == texts[1]
 
 
 def test_a_config_may_name_no_head_and_files_may_lack_it(tmp_path: Path) -> None:

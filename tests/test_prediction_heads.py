@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, build
+from cases import build
 from cases.heads import HEADS, Drawn, Head, body_of, build_with_head, record_rounds
 from cases.tuned import ALPHA, Tuned
 from conftest import HAS_CUDA, assert_equal, greedy, of_each_kind, whole_only
@@ -250,12 +250,9 @@ def test_a_head_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     LLM(str(tmp_path), **SMALL).close()
 
 
-def test_models_that_keep_states_and_llms_that_see_have_none(tmp_path: Path) -> None:
-    build(CASES["lfm2"], tmp_path)
-    with pytest.raises(ValueError, match=r"^speculation='mtp': must be left out .*: some of its layers keep"):
-        Config(str(tmp_path), speculation="mtp")
+def test_llms_that_see_have_none() -> None:
     with pytest.raises(ValueError, match=r"^speculation='mtp': must be left out, or images=False set: a prediction"):
-        check_speculating("mtp", None, generates=True, has_states=False, sees=True)
+        check_speculating("mtp", None, generates=True, sees=True)
 
 
 def test_vllms_names_work(folder: str) -> None:

@@ -54,7 +54,6 @@ def check_speculating(
     speculation: str | Drafter | None,
     draft_model: str | None,
     generates: bool,
-    has_states: bool,
     sees: bool,
 ) -> None:
     """Raise ValueError if a model, or another option, cannot have guesses verified."""
@@ -63,11 +62,6 @@ def check_speculating(
     if not generates:
         raise ValueError(
             f"speculation={short(speculation)}: must be left out: this LLM reads texts, and draws no token"
-        )
-    if has_states:
-        raise ValueError(
-            f"speculation={short(speculation)}: must be left out for this model: some of its layers keep a state, which"
-            " cannot go back behind a guess that did not hold"
         )
     if draft_model is not None and sees:
         raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, MediaContext, StateContext
 from nanoinfer.config import Config
+from nanoinfer.kernels.states.boundaries import begin_rows
+from nanoinfer.kernels.states.memory import StateRows
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, StepMessage
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
@@ -46,13 +50,16 @@ class OneByOne(Steps):
         return Extras(experts=torch.cat(self._experts) if self._experts else None)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
-        tokens = [
-            (token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter, _states_of(chunk, position))
-            for chunk in chunks
-            for position, token_id in enumerate(chunk.token_ids, chunk.start)
-        ]
-        seen = _seen(prompts.context, len(tokens))
-        return torch.cat([self._run_token(*token, *own) for token, own in zip(tokens, seen, strict=True)])
+        hidden, seen = list[Tensor](), _seen(prompts.context)
+        for chunk in chunks:
+            states = chunk.states
+            for position, token_id in enumerate(chunk.token_ids, chunk.start):
+                row = None if states is None else self._begin(states, position, is_first=position == chunk.start)
+                where = chunk.block_tables, chunk.is_long, chunk.adapter
+                hidden.append(self._run_token(token_id, position, *where, row, *next(seen)))
+                if states is not None and (snapshot := states.snapshots.get(position + 1)) is not None:
+                    self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
+        return torch.cat(hidden)
 
     def _run_rows(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
         tokens, positions = token_ids.tolist(), context.positions.tolist()
@@ -62,10 +69,17 @@ class OneByOne(Steps):
         ]
         are_long = map(self._is_long, positions)
         slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
-        own = [None] * len(tokens) if context.states is None else map(_in_place, _slots_of(context.states))
-        seen = _seen(context, len(tokens))
-        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, own, seen, strict=True)
-        return torch.cat([self._run_token(*row, *of_row) for *row, of_row in rows])
+        where = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, strict=True)
+        rows = None if context.states is None else context.states.rows
+        if rows is None:
+            return torch.cat(
+                [self._run_token(*own, None, *seen) for own, seen in zip(where, _seen(context), strict=True)]
+            )
+        begun = zip(where, self._begin_rows(rows), _seen(context), strict=True)
+        hidden = [self._run_token(*own, row, *seen) for own, row, seen in islice(begun, len(rows.slots))]
+        with self._standing(rows.slots):
+            hidden += [self._run_token(*own, row, *seen) for own, row, seen in begun]
+        return torch.cat(hidden)
 
     def _is_long(self, position: int) -> bool:
         """Return whether a running sequence, whose last token has this position, is computed as a long one."""
@@ -78,28 +92,55 @@ class OneByOne(Steps):
         block_tables: list[list[int]],
         is_long: bool,
         adapter: int,
-        states: ChunkStates | None,
+        states: StateRows | None,
         rotary: Tensor,
         media: MediaContext | None,
     ) -> Tensor:
         """Run the model over one token; returns its hidden state, [1, hidden_size].
 
-        states: where its layers find and leave theirs; snapshots are copies of what they leave
+        states: where its layers find and leave theirs
         rotary, media: the token's own part of Context.rotary_rows and Context.media
         """
-        snapshots: dict[int, int] = {}
-        if states is not None:
-            states, snapshots = replace(states, snapshots={}), states.snapshots
-        tokens = array("i", [token_id])
-        chunk = ChunkMessage(tokens, position, block_tables, is_long=is_long, adapter=adapter, states=states)
-        inputs = PrefillInputs([chunk], [], self.kv_cache, self.states, may_adapt=self._may_adapt)
+        chunk = ChunkMessage(array("i", [token_id]), position, block_tables, is_long=is_long, adapter=adapter)
+        inputs = PrefillInputs([chunk], [], self.kv_cache, may_adapt=self._may_adapt)
         inputs.context.rotary_rows, inputs.context.media = rotary, media
-        hidden = super()._run_chunks([chunk], inputs)
-        if states is not None and (snapshot := snapshots.get(position + 1)) is not None:
-            self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
+        if states is not None:
+            inputs.context.states = StateContext(self.holdings.states.layers, states)
+        hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
         if self.holdings.routing is not None:
             self._experts.append(self.holdings.routing.taken(1))
         return hidden
+
+    def _begin(self, states: ChunkStates, position: int, is_first: bool) -> StateRows:
+        """Begin a token of a chunk as a row of a decode step begins. is_first: of the chunk"""
+        pool = self.holdings.states
+        if is_first and states.source == -1:
+            for part in pool.parts(states.slot):
+                part.zero_()
+        elif is_first and states.source != states.slot:
+            pool.copy(torch.tensor([[states.source], [states.slot]]))
+        slots, positions = (torch.tensor([number], dtype=torch.int32) for number in (states.slot, position))
+        return _begin_row(slots, positions, pool)
+
+    def _begin_rows(self, rows: StateRows) -> Iterator[StateRows]:
+        """Yield the tokens of a step, which has begun for the last one of each row, each as a row of its own."""
+        positions, guessed = rows.positions.split([len(rows.slots), len(rows.positions) - len(rows.slots)])
+        for own in zip(rows.slots.split(1), positions.split(1), rows.boundaries.split(1), strict=True):
+            yield StateRows(*own)
+        if rows.counts is not None and len(guessed):  # of no numbers, torch would make one part, too
+            slots = rows.slots.repeat_interleave(rows.counts)
+            for slot, position in zip(slots.split(1), guessed.split(1), strict=True):
+                yield _begin_row(slot, position, self.holdings.states)
+
+    @contextmanager
+    def _standing(self, slots: Tensor) -> Iterator[None]:
+        """Let the matrices of slots stand afterwards where they do now: guesses move them on, and may not hold."""
+        pool = self.holdings.states
+        matrices = [own.recurrence.matrices for own in pool.layers.values() if own.recurrence is not None]
+        before = [(numbers, numbers[slots]) for numbers in (pool.boundaries, *matrices)]
+        yield
+        for numbers, own in before:
+            numbers[slots] = own
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, out: Tensor | None = None) -> Tensor:
         of_row, slots = super()._logits, [None] * len(hidden) if adapters is None else adapters.split(1)
@@ -111,29 +152,18 @@ class OneByOne(Steps):
         return torch.cat([self.sampler(*row) for row in rows])
 
 
-def _seen(context: Context, count: int) -> Iterator[tuple[Tensor, MediaContext | None]]:
+def _begin_row(slots: Tensor, positions: Tensor, pool: StatePool) -> StateRows:
+    own, boundaries = begin_rows(slots, positions, pool.boundaries)
+    return StateRows(own, positions, boundaries)
+
+
+def _seen(context: Context) -> Iterator[tuple[Tensor, MediaContext | None]]:
     """Yield the rotary positions of each of a step's tokens, and what it gets of an image; None: it is no image's."""
     media = context.media
     entries = {} if media is None else {place: entry for entry, place in enumerate(media.places.tolist())}
-    for place, rotary in zip(range(count), context.rotary_rows.split(1, dim=-1), strict=True):
+    for place, rotary in enumerate(context.rotary_rows.split(1, dim=-1)):
         if media is None or (entry := entries.get(place)) is None:
             yield rotary, None
             continue
         embedded, *deep = (x[entry : entry + 1] for x in (media.embeddings, *media.deep))
         yield rotary, MediaContext(torch.zeros_like(media.places[:1]), embedded, deep)
-
-
-def _states_of(chunk: ChunkMessage, position: int) -> ChunkStates | None:
-    """Return where a chunk's token finds states, and leaves them: those behind it are found in the sequence's slot."""
-    if chunk.states is None or position == chunk.start:
-        return chunk.states
-    return replace(chunk.states, source=chunk.states.slot)
-
-
-def _slots_of(states: StateContext) -> list[int]:
-    assert states.rows is not None
-    return states.rows.slots.tolist()
-
-
-def _in_place(slot: int) -> ChunkStates:
-    return ChunkStates(slot, slot)
