@@ -38,7 +38,7 @@ from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.save import check_save, save_weights
 from nanoinfer.benchmark.shapes import SHAPE_FIELDS, SHAPES, has_experts, write_config
-from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
+from nanoinfer.benchmark.speculation.repeating import Successors, let_head_agree, write_repeating_weights
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import WORKLOADS, Recipe, Workload
 from nanoinfer.checkpoint import Checkpoint
@@ -64,6 +64,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         if recipe.repeat_rate is not None:
             status.begin("writing weights whose text repeats")
             write_repeating_weights(llm, recipe.repeat_rate)
+            if args.speculation == "mtp":
+                let_head_agree(llm)
         status.begin("warming up")
         count = args.repeats or (3 if config.device == "cuda" else 1)
         first = work.repeat(count, config.description.vocab_size)[:1] if work.images else [[1, 2, 3]]
@@ -263,7 +265,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
     drafters = ["auto", "suffix", "draft", "mtp", "successors"]
-    what = "what guesses tokens; successors: what follows in the texts of repeat and rollouts (default: nothing)"
+    what = "what guesses; successors: what follows in texts of repeat and rollouts, where mtp's hold (default: none)"
     parser.add_argument("--speculation", choices=drafters, help=what)
     parser.add_argument(
         "--draft-model", help="for --speculation draft or auto: folder, Hub id, or a shape beside --config"
@@ -301,6 +303,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--workload {args.workload}, --speculation {args.speculation}: text repeats at a rate with --workload"
             " repeat or rollouts, and a --config whose head is a matrix of its own, such as 8b"
         )
+    if repeats and args.speculation == "mtp" and args.tp * args.dp > 1:
+        parser.error(f"--workload {args.workload}: --speculation mtp is for one rank and one replica")
     args.drafter = Successors(SHAPES[args.config][0][VOCABULARY]) if args.speculation == "successors" else None
     args.draft = args.draft_model  # the folder of a shape comes later
     if args.weights and (args.compare or args.plot):

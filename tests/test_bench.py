@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import build
+from cases.heads import QWEN
 from conftest import alike, of_each_kind
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
@@ -41,7 +43,7 @@ from nanoinfer.benchmark.output.files import check_writable
 from nanoinfer.benchmark.output.plot import binned_rate, plot
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.benchmark.repeats import Repeat, count_steps
-from nanoinfer.benchmark.speculation.repeating import Successors, write_repeating_weights
+from nanoinfer.benchmark.speculation.repeating import Successors, let_head_agree, write_repeating_weights
 from nanoinfer.benchmark.workloads import draw_length
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.drafting.drafter import RowTexts
@@ -174,6 +176,24 @@ def test_text_repeats_at_the_rate_that_a_workload_asks_for(
     outputs = llm.generate([[token] for token in (5, 600, 1200, 1800)], params, use_tqdm=False)
     held = [after == (token + 1) % 2048 for out in outputs for token, after in pairwise(out.outputs[0].token_ids)]
     assert sum(held) / len(held) == pytest.approx(rate, abs=0.06)
+
+
+def test_a_prediction_head_agrees_with_such_weights(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    """One of random weights never does."""
+    case = QWEN["qwen3.5"]
+    build(replace(case, settings={**case.settings, "vocab_size": 2048, "hidden_size": 64}), tmp_path)
+    options = {"device": "cpu", "load_format": "dummy", "max_num_seqs": 4, "speculation": "mtp", "max_guesses": 1}
+    llm = make_llm(str(tmp_path), **options, max_model_len=128)
+    write_repeating_weights(llm, 0.7)
+    params, shares = SamplingParams(max_tokens=40, temperature=0.6, ignore_eos=True), list[float]()
+    for agrees in (False, True):
+        if agrees:
+            let_head_agree(llm)
+        llm.reset_stats()
+        llm.generate([[token] for token in (5, 600, 1200, 1800)], params, use_tqdm=False)
+        shares.append(llm.stats().num_accepted_tokens / llm.stats().num_proposed_tokens)
+    assert shares[0] < 0.1
+    assert shares[1] > 0.9
 
 
 def test_the_drafter_of_the_benchmark_guesses_successors() -> None:

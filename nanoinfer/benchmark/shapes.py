@@ -45,6 +45,7 @@ GEMMA4 = {
 }  # fmt: skip
 QWEN3_5 = {
     "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "linear_num_key_heads": 16,
+    "mtp_num_hidden_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 QWEN3_NEXT = {**QWEN3_5, "model_type": "qwen3_next", "linear_num_value_heads": 32, "norm_topk_prob": True}

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.drafting.drafter import RowTexts
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.llm import LLM
+from nanoinfer.models.prediction_head import PredictionHeads
 
 SPREAD = 0.02  # of random weights
 LOUD = 8192.0  # of embeddings: beside these, what layers of random weights add is small
@@ -43,6 +45,23 @@ def _embedding_and_head(llm: LLM, rate: float) -> Iterator[tuple[str, Tensor]]:
     head *= CERTAIN / (SPREAD * shape[1])
     yield "lm_head.weight", head
     yield "model.embed_tokens.weight", embeddings.mul_(LOUD)
+
+
+@torch.inference_mode()
+def let_head_agree(llm: LLM) -> None:
+    """Let the prediction head of an LLM of one rank, in this process, pass on an embedding as the model's layers do.
+
+    So nearly all of its guesses hold, whatever the rate: random ones never do.
+    """
+    engine = llm.engine
+    assert isinstance(engine, LLMEngine)
+    draft = engine.ranks.runner.holdings.draft
+    assert draft is not None
+    assert isinstance(draft.model, PredictionHeads)
+    weight = draft.model[0].projection.weight
+    assert isinstance(weight, Tensor)
+    size = len(weight)
+    weight[:, :size] = torch.eye(size, dtype=weight.dtype, device=weight.device) * LOUD * SPREAD
 
 
 class Successors:
