@@ -13,7 +13,8 @@ Spelling = Callable[[Any, Options], Options]
 
 POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", "reward")
 DRAFT_MODEL = "draft_model"  # a method of its speculative_config
-HEADS = "mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp"  # the last ones are older
+# Some versions of vLLM name the model, too.
+HEADS = "mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp"
 SAMPLING = "do_sample_frames"  # of a processor's arguments, for videos, whose frames are all taken
 
 
