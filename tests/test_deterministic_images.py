@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("PIL")
 
 from cases import MULTIMODAL
 from cases.pictures import film, picture
 from cases.sounds import PROMPT, RATE, build_hearing, sound
-from cases.vision import SEEING, VIDEO_PROMPT
+from cases.vision import SEEING, VIDEO_PROMPT, processor_of
 from conftest import of_each_kind
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.benchmark.determinism import bits_of
+from nanoinfer.media.tower.tower import TransformersTower
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "deterministic": True, "num_kvcache_blocks": 40}
 ONE, TWO, THREE = picture(61, 97), picture(150, 40, 1), picture(33, 57, 2)
@@ -68,6 +70,15 @@ def test_images_and_videos_beside_others(name: str, tmp_path: Path, make_llm: Ca
         return make_llm(str(tmp_path), **{**OPTIONS, **small, "images": True, **options})
 
     assert_alike(make, prompts, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3-vl"])
+def test_the_largest_batch_is_one_image(name: str, tmp_path: Path) -> None:
+    """A GPU's memory is planned for it."""
+    config = SEEING[name].build(tmp_path).config
+    tower = TransformersTower(config, torch.float32, torch.device("cpu"), batch_bytes=0)
+    image, *_ = processor_of(str(tmp_path), config).prepare("prompt", SEEING[name].prompt, [ONE]).pixels
+    assert len(tower.try_largest(dict(image))) == 1
 
 
 def test_sounds_beside_others(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:

@@ -100,7 +100,7 @@ class TransformersTower:
 
     def try_largest(self, image: Pixels) -> list[Encoded]:
         """Encode as many images like the largest one as are encoded at once."""
-        return self.encode([image] * max(1, self.batch_bytes // self._share(image)))
+        return self.encode([image] * (1 if self._is_alone else max(1, self.batch_bytes // self._share(image))))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""
