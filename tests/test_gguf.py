@@ -153,7 +153,7 @@ def test_experts_of_two_types(
     llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
     experts = [module for module in modules_of(llm).values() if isinstance(module, GroupExperts)]
     assert len(experts) == 2
-    assert [store.layout.numbers for store in (experts[0].gate_up, experts[0].down)] == ["int4", "int8"]
+    assert [store.layout.numbers for store in (experts[0].gate_up, experts[0].down)] == ["int4", "int6"]
     run(llm, model)
 
 

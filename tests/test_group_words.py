@@ -11,13 +11,13 @@ import triton.language as tl
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, BITSANDBYTES, TABLES, Numbers, pack, unpack
-from nanoinfer.kernels.linear.groups.scales import factors_of
+from nanoinfer.kernels.groups import BITS, BITSANDBYTES, MIDDLES, TABLES, Numbers, pack, unpack
+from nanoinfer.kernels.linear.groups.scales import factors_of, scale_dots
 from nanoinfer.kernels.look_up import PERMUTATIONS
 from nanoinfer.kernels.unpacking import dot_words, split_places, unpack_tile
 
 ROWS, INPUTS = 16, 64
-ALL: tuple[Numbers, ...] = ("int4", "int8", "e2m1", "nf4", "fp4")
+ALL: tuple[Numbers, ...] = ("int4", "int6", "int8", "e2m1", "nf4", "fp4")
 IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # the interpreter has plain numbers
 
@@ -38,11 +38,15 @@ def test_a_word_has_neighbours_in_its_halves() -> None:
     assert pack(torch.arange(32) % 16, 4)[1] & 0xFFFFFFFF == 0xB3B3A2A2
 
 
+def count_of(numbers: Numbers) -> int:
+    return 2 * MIDDLES[numbers] if numbers in MIDDLES else 1 << BITS[numbers]
+
+
 def values(drawn: Tensor, numbers: Numbers, zeros: Tensor | None) -> Tensor:
     """zeros: broadcasts with `drawn`"""
     if numbers in TABLES:
         return torch.tensor(TABLES[numbers], device=DEVICE)[drawn]
-    return (drawn - (1 << BITS[numbers] - 1 if zeros is None else zeros)).float()
+    return (drawn - (MIDDLES[numbers] if zeros is None else zeros)).float()
 
 
 @triton.jit
@@ -76,7 +80,7 @@ def _unpack_kernel(
 @pytest.mark.parametrize(("numbers", "with_zeros"), [*((n, False) for n in ALL), ("int4", True), ("int8", True)])
 def test_a_kernel_unpacks_a_tile(numbers: Numbers, with_zeros: bool, with_scales: bool, dtype: torch.dtype) -> None:
     bits = BITS[numbers]
-    drawn = torch.arange(ROWS * INPUTS, device=DEVICE).view(ROWS, INPUTS) * 7 % (1 << bits)
+    drawn = torch.arange(ROWS * INPUTS, device=DEVICE).view(ROWS, INPUTS) * 7 % count_of(numbers)
     zeros = torch.randint(1 << bits, (2, ROWS), device=DEVICE) if with_zeros else None  # of the blocks' halves
     scales = torch.rand(2, ROWS, device=DEVICE).to(dtype) if with_scales else None  # of these, too
     words, out = pack(drawn, bits), torch.empty(ROWS, INPUTS, device=DEVICE, dtype=dtype)
@@ -107,20 +111,22 @@ def _dot_kernel(
 ):
     row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
     words = tl.load(words_ptr + row[:, None] * WORDS + word[None, :])
-    zeros = None
+    zeros, ones, x = None, tl.full([ROWS, 1], 1.0, tl.float32), tl.load(x_ptr + tl.arange(0, INPUTS))
     if zeros_ptr is not None:
-        zeros = tl.load(zeros_ptr + row)[:, None].to(tl.float32)
-    xs = split_places(tl.load(x_ptr + tl.arange(0, INPUTS)), INPUTS, NUMBERS)
+        zeros = tl.load(zeros_ptr + row)[:, None]
+    xs = split_places(x, INPUTS, NUMBERS)
     MOST: tl.constexpr = INPUTS // WORDS  # numbers of a word
-    first = dot_words(words, xs, zeros, NUMBERS, 0, MOST // 2, NATIVE)
-    second = dot_words(words, xs, zeros, NUMBERS, MOST // 2, MOST, NATIVE)
-    tl.store(out_ptr + row, tl.sum(first + second, axis=1))
+    first = dot_words(words, xs, NUMBERS, 0, MOST // 2, NATIVE)
+    second = dot_words(words, xs, NUMBERS, MOST // 2, MOST, NATIVE)
+    dots = tl.sum(first + second, axis=1, keep_dims=True)
+    out = scale_dots(dots, tl.sum(x, axis=0), ones, zeros, NUMBERS)
+    tl.store(out_ptr + row, tl.sum(out, axis=1))
 
 
 @pytest.mark.parametrize(("numbers", "with_zeros"), [*((n, False) for n in ALL), ("int4", True), ("int8", True)])
 def test_a_kernel_multiplies_words_by_a_vector(numbers: Numbers, with_zeros: bool) -> None:
     bits = BITS[numbers]
-    drawn = torch.randint(1 << bits, (ROWS, INPUTS), device=DEVICE)
+    drawn = torch.randint(count_of(numbers), (ROWS, INPUTS), device=DEVICE)
     zeros = torch.randint(1 << bits, (ROWS,), device=DEVICE) if with_zeros else None
     x = torch.randint(-9, 9, (INPUTS,), device=DEVICE).float()  # whose products and sums float32 has
     words, out = pack(drawn, bits), torch.empty(ROWS, device=DEVICE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from nanoinfer.gguf.blocks import stays_in_bits
+from nanoinfer.gguf.blocks import span_of, stays_in_bits, type_of
 from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Header, import_gguf
 
@@ -15,7 +15,8 @@ OUTSIDE = "model.embed_tokens", "lm_head"  # of layers
 def quantization_of(header: Header) -> dict[str, Any] | None:
     """Return a quantization_config with the modules of each type that stays in its bits; None: there are none.
 
-    A tensor has the names of all classes whose files name it so; a model has but one of them.
+    Types are named as blocks.type_of does. A tensor has the names of all classes whose files name it so; a model has
+    but one of them.
     """
     gguf = import_gguf()
     (architecture,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
@@ -26,6 +27,6 @@ def quantization_of(header: Header) -> dict[str, Any] | None:
         is_ours = module.startswith("model.layers.") or module in OUTSIDE
         if entry is None or not is_ours or len(entry.shape) < 2:
             continue
-        if stays_in_bits(entry, family.change_of(header, entry.name)):
-            modules[entry.type].append(module.replace(".experts.", ".experts.0."))
+        if stays_in_bits(entry, change := family.change_of(header, entry.name)):
+            modules[type_of(entry.type, span_of(change))].append(module.replace(".experts.", ".experts.0."))
     return {"quant_method": "gguf", "types": dict(modules)} if modules else None

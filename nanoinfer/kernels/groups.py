@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
 
-Numbers = Literal["int4", "int8", "e2m1", "nf4", "fp4"]  # e2m1: of OCP MX (2023); nf4, fp4: of bitsandbytes
+Numbers = Literal["int4", "int6", "int8", "e2m1", "nf4", "fp4"]  # e2m1: of OCP MX (2023); nf4, fp4: of bitsandbytes
 
-BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4, "nf4": 4, "fp4": 4}
+BITS: dict[Numbers, int] = {"int4": 4, "int6": 8, "int8": 8, "e2m1": 4, "nf4": 4, "fp4": 4}  # that numbers take
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 _FP4 = tuple(twelfths / 12 for twelfths in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))  # so, too
 _NF4 = (  # quantiles of a normal distribution (Dettmers et al., 2023)
@@ -28,23 +28,25 @@ TABLES: dict[Numbers, tuple[float, ...]] = {
     "fp4": (*_FP4, *(-value for value in _FP4)),
 }
 BITSANDBYTES: tuple[Numbers, ...] = ("nf4", "fp4")  # tables that no arithmetic makes
-MIDDLES: dict[Numbers, int] = {"int4": 8, "int8": 16}  # of codes with minima: a code is so much more than its number
+MIDDLES: dict[Numbers, int] = {"int4": 8, "int6": 32, "int8": 128}  # half of what integers count to
 LARGEST_POWER = 2.0**65  # of scales that are powers of two: see linear.groups.scales.factors_of
 # Standard deviations, if all are as likely.
-SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "nf4": 0.517, "fp4": 0.487}
+SPREADS: dict[Numbers, float] = {"int4": 4.61, "int6": 18.5, "int8": 73.9, "e2m1": 2.93, "nf4": 0.517, "fp4": 0.487}
 
 
 class GroupWeight(NamedTuple):
     """A weight, [out_features, in_features]: (number - zero) * scale * factor; experts have a dimension more before.
 
-    Or code * scale - minimum, as GGUF's types have it, in which codes count from 0: see MIDDLES.
+    Or number * scale - minimum, as GGUF's types have it.
 
     words: [out_features, 4 * ceil(in_features * bits / 128)] int32, see pack
     scales: [out_features, groups] of a floating type, e4m3 among them, or uint8: powers of two, with 127 added (e8m0)
-    zeros: [out_features, groups] uint8, of integers, or minima of a floating type; None: half of what the bits count to
+    zeros: [out_features, groups] uint8, of integers, or minima of a floating type; None: half of what numbers count to
     factors: [out_features] float32; None: 1, as with minima
     numbers: what a word's bits mean
     in_features: a multiple of the groups
+    blocks: [out_features, blocks, 1 or 2] float16, which multiply the scales of a block's groups, and their minima, and
+        are exact; None: 1
     """
 
     words: Tensor
@@ -53,6 +55,7 @@ class GroupWeight(NamedTuple):
     factors: Tensor | None
     numbers: Numbers
     in_features: int
+    blocks: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -61,20 +64,28 @@ class GroupWeight(NamedTuple):
 
     @property
     def has_minima(self) -> bool:
-        """Whether groups have minima, and codes from 0 on."""
+        """Whether groups have minima, and numbers from 0 on."""
         return self.zeros is not None and self.zeros.is_floating_point()
+
+    @property
+    def block(self) -> int | None:
+        """The inputs whose scales are multiplied alike; None: no scales are."""
+        return None if self.blocks is None else self.in_features // self.blocks.shape[-2]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> GroupWeight:
+        """Return a weight with other tensors."""
+        parts = {name: change(part) for name, part in zip(self._fields, self, strict=True) if isinstance(part, Tensor)}
+        return self._replace(**cast("dict[str, Any]", parts))
 
     def select(self, rows: Tensor) -> GroupWeight:
         """Return a copy of some rows. rows: their numbers, of int32"""
-        zeros, factors = (part if part is None else part.index_select(0, rows) for part in (self.zeros, self.factors))
-        words, scales = (part.index_select(0, rows) for part in (self.words, self.scales))
-        return GroupWeight(words, scales, zeros, factors, self.numbers, self.in_features)
+        return self.map(lambda part: part.index_select(0, rows))
 
     def split(self, rows: int | list[int]) -> list[GroupWeight]:
         """Return views of neighbouring rows, as Tensor.split does."""
-        parts = (part if part is None else part.split(rows) for part in self[:4])
-        of_each = zip(*(itertools.repeat(None) if part is None else part for part in parts), strict=False)
-        return [self._replace(words=w, scales=s, zeros=z, factors=f) for w, s, z, f in of_each]
+        names = [name for name, part in zip(self._fields, self, strict=True) if isinstance(part, Tensor)]
+        of_each = zip(*(getattr(self, name).split(rows) for name in names), strict=True)
+        return [self._replace(**dict(zip(names, parts, strict=True))) for parts in of_each]
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
@@ -109,7 +120,21 @@ def scales_of(weight: GroupWeight) -> Tensor:
     scales = weight.scales
     if scales.dtype == torch.uint8:
         scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    if weight.blocks is not None:
+        scales = _multiplied(scales, weight.blocks[..., 0])
     return scales.float() if weight.factors is None else scales.float() * weight.factors.unsqueeze(-1)
+
+
+def scaled_minima(weight: GroupWeight) -> Tensor:
+    """Return the groups' minima as float32, with the blocks' factors."""
+    assert weight.zeros is not None
+    return weight.zeros.float() if weight.blocks is None else _multiplied(weight.zeros, weight.blocks[..., 1])
+
+
+def _multiplied(of_groups: Tensor, of_blocks: Tensor) -> Tensor:
+    """Return what groups have times what their blocks have, as float32."""
+    by_block = of_groups.float().unflatten(-1, (of_blocks.shape[-1], -1))
+    return (by_block * of_blocks.float().unsqueeze(-1)).flatten(-2)
 
 
 def scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:
@@ -122,18 +147,17 @@ def scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:
 def values_of(numbers: Tensor, kind: Numbers, zeros: Tensor | None = None) -> Tensor:
     """Return what numbers, of any integer type, stand for, as float32, if their scale is 1. The shape stays.
 
-    zeros: of integers; None: half of what their bits count to
+    zeros: of integers; None: half of what they count to
     """
     if kind not in TABLES:
-        return numbers.float().sub_(1 << BITS[kind] - 1 if zeros is None else zeros)
+        return numbers.float().sub_(MIDDLES[kind] if zeros is None else zeros)
     table = torch.tensor(TABLES[kind], device=numbers.device)
     return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
 
 
-def minima_of(zeros: Tensor, scales: Tensor, numbers: Numbers) -> Tensor:
+def minima_of(zeros: Tensor, scales: Tensor) -> Tensor:
     """Return minima of the scales' dtype, with which numbers stand for what they do with zeros, of integers."""
-    codes = zeros.float() - ((1 << BITS[numbers] - 1) - MIDDLES[numbers])
-    return (codes * scales.float()).to(scales.dtype)
+    return (zeros.float() * scales.float()).to(scales.dtype)
 
 
 def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
@@ -145,12 +169,12 @@ def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
 def scale_groups(values: Tensor, weight: GroupWeight) -> Tensor:
     """Return the weight, [out_features, groups, group] float32, in the memory of `values`.
 
-    values: values_of its numbers, whose zeros are half of what their bits count to
+    values: values_of its numbers, whose zeros are half of what they count to
     """
     scales = scales_of(weight).unsqueeze(-1)
     if weight.zeros is None:
         return values.mul_(scales)
-    zeros = weight.zeros.float().unsqueeze(-1)
+    middle = MIDDLES[weight.numbers]
     if weight.has_minima:
-        return values.add_(MIDDLES[weight.numbers]).mul_(scales).sub_(zeros)
-    return values.sub_(zeros - (1 << BITS[weight.numbers] - 1)).mul_(scales)
+        return values.add_(middle).mul_(scales).sub_(scaled_minima(weight).unsqueeze(-1))
+    return values.sub_(weight.zeros.float().unsqueeze(-1) - middle).mul_(scales)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, BITSANDBYTES, E2M1, TABLES, Numbers, values_of
+from nanoinfer.kernels.groups import BITSANDBYTES, E2M1, MIDDLES, TABLES, Numbers, values_of
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
 
 CANDIDATES = tl.constexpr(5)  # from 24/32 to 32/32 of the scale that reaches the largest value; one more is above it
@@ -24,7 +24,7 @@ class RoundedMatrix(NamedTuple):
 
     numbers: [rows, inputs] uint8, as `pack` takes them
     scales: [rows, inputs / group]
-    zeros: [rows, inputs / group] uint8; None: half of what the bits count to
+    zeros: [rows, inputs / group] uint8; None: half of what numbers count to
     """
 
     numbers: Tensor
@@ -84,8 +84,8 @@ def nearest(values: Tensor, numbers: Numbers, zeros: Tensor | int | None = None)
         table, codes = torch.tensor(TABLES[numbers], device=values.device).sort()
         return codes.to(torch.uint8)[torch.bucketize(values.contiguous(), (table[1:] + table[:-1]) / 2)]
     if numbers != "e2m1":
-        zeros = 1 << BITS[numbers] - 1 if zeros is None else zeros
-        return values.round().add_(zeros).clamp_(0, (1 << BITS[numbers]) - 1).to(torch.uint8)
+        zeros = MIDDLES[numbers] if zeros is None else zeros
+        return values.round().add_(zeros).clamp_(0, 2 * MIDDLES[numbers] - 1).to(torch.uint8)
     sizes = values.abs()
     magnitudes = torch.zeros_like(values, dtype=torch.uint8)
     for code, (low, high) in enumerate(pairwise(E2M1)):
@@ -107,11 +107,11 @@ def _fitted(grouped: Tensor, numbers: Numbers, dtype: torch.dtype, has_zeros: bo
 
 
 def _about_the_middle(grouped: Tensor, numbers: Numbers) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield scales and zeros that are the middle of what the bits count to.
+    """Yield scales and zeros that are the middle of what numbers count to.
 
     The largest value of a group takes the end of the range that is the longer one, so that a scale may be negative.
     """
-    half = 1 << BITS[numbers] - 1
+    half = MIDDLES[numbers]
     at = grouped.abs().argmax(-1, keepdim=True)
     reach = grouped.gather(-1, at) / -half
     grid = ((24 + 2 * step) / 32 for step in range(CANDIDATES.value))
@@ -121,7 +121,7 @@ def _about_the_middle(grouped: Tensor, numbers: Numbers) -> Iterator[tuple[Tenso
 
 def _between_ends(grouped: Tensor, numbers: Numbers) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield scales and zeros that let the numbers reach from about the lowest value, or 0, to about the highest."""
-    top = (1 << BITS[numbers]) - 1
+    top = 2 * MIDDLES[numbers] - 1
     low, high = grouped.amin(-1, keepdim=True).clamp_(max=0), grouped.amax(-1, keepdim=True).clamp_(min=0)
     shares = [(10 - step) / 10 for step in range(SHARES)]
     for below, above in product(shares, shares):
@@ -166,7 +166,7 @@ def round_to_groups_triton(
     block_k = next_power_of_2(group)
     block_g = max(NUMBERS_PER_PROGRAM // block_k, 1)
     grid = (cdiv(rows * groups, block_g),)
-    half = 1 << BITS[numbers] - 1
+    half = MIDDLES[numbers]
     _round_kernel[grid](
         values, found, scales, zeros, rows * groups, group, HALF=half, ENDS=SHARES, BLOCK_G=block_g,
         BLOCK_K=block_k, enable_fp_fusion=True,

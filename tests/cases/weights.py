@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
@@ -27,9 +29,11 @@ NF4 = Grouping("nf4", 64, torch.float32, has_zeros=False, has_factors=False)
 FP4 = NF4._replace(numbers="fp4")
 INT4 = Grouping("int4", 32, torch.bfloat16, has_zeros=False, has_factors=False)
 INT8 = Grouping("int8", 64, torch.float32, has_zeros=True, has_factors=True)
-Q4_K = INT4._replace(scales=torch.float32, has_zeros=True, has_minima=True)
-Q5_1 = Q4_K._replace(numbers="int8", scales=torch.float16)
-Q6_K = Grouping("int8", 16, torch.float32, has_zeros=False, has_factors=False)
+Q4_1 = INT4._replace(scales=torch.float16, has_zeros=True, has_minima=True)
+Q5_1 = Q4_1._replace(numbers="int6")
+Q4_K = Q4_1._replace(scales=torch.bfloat16, block=256)
+Q5_K = Q4_K._replace(numbers="int6")
+Q6_K = Grouping("int6", 16, torch.bfloat16, has_zeros=False, has_factors=False, block=256)
 GROUPINGS = [
     INT4._replace(size=128),
     INT4._replace(size=64, has_zeros=True, has_factors=True),
@@ -43,8 +47,10 @@ GROUPINGS = [
     MXFP4._replace(size=64, scales=torch.bfloat16),
     NF4,
     FP4,
-    Q4_K,
+    Q4_1,
     Q5_1,
+    Q4_K,
+    Q5_K._replace(block=128),
     Q6_K,
 ]
 SMALL_GROUPS = [
@@ -86,10 +92,9 @@ def draw(form: Form, *shape: int, dtype: torch.dtype = DTYPE) -> AnyNumbers:
 
 
 def draw_groups(form: Grouping, outer: list[int], inputs: int) -> GroupWeight:
-    most, size = 1 << BITS[form.numbers], SPREADS[form.numbers] * inputs**0.5
+    most = 2 * MIDDLES[form.numbers] if form.numbers in MIDDLES else 1 << BITS[form.numbers]
+    size = SPREADS[form.numbers] * inputs**0.5
     numbers = torch.randint(most, (*outer, inputs), device=DEVICE)
-    if form.has_minima and form.numbers == "int8":  # codes of five bits
-        numbers = numbers % 32 + 128 - 16
     scales = torch.rand(*outer, inputs // (form.size or inputs), device=DEVICE) + 0.5
     factors = (torch.rand(outer, device=DEVICE) + 0.5) / size if form.has_factors else None
     if form.scales == torch.uint8:
@@ -98,9 +103,16 @@ def draw_groups(form: Grouping, outer: list[int], inputs: int) -> GroupWeight:
         scales /= size
     zeros = torch.randint_like(scales, most).to(torch.uint8) if form.has_zeros else None
     if form.has_minima:
-        zeros = (torch.rand_like(scales) * scales * 15).to(form.scales)
+        zeros = (torch.rand_like(scales) * scales * most).to(form.scales)
+    blocks = None
+    if form.block:  # six bits, and what a block's are counted in
+        scales = torch.randint(1 if form.has_minima else -64, 64, scales.shape, device=DEVICE)
+        zeros = torch.randint_like(scales, 64).to(form.scales) if form.has_minima else None
+        shape = *outer, inputs // math.gcd(form.block, inputs), 2 if form.has_minima else 1
+        blocks = ((torch.rand(shape, device=DEVICE) + 0.5) / (40 * size)).half()
     made = GroupLinearWeight if len(outer) == 1 else GroupWeight
-    return made(pack(numbers, BITS[form.numbers]), scales.to(form.scales), zeros, factors, form.numbers, inputs)
+    words = pack(numbers, BITS[form.numbers])
+    return made(words, scales.to(form.scales), zeros, factors, form.numbers, inputs, blocks)
 
 
 def matrix_of(weight: AnyNumbers) -> Tensor:
@@ -115,12 +127,15 @@ def matrix_of(weight: AnyNumbers) -> Tensor:
     if weight.numbers in TABLES:
         values = torch.tensor(TABLES[weight.numbers], device=drawn.device, dtype=torch.float64)[drawn.long()]
     else:
-        half = torch.full_like(scales, 1 << BITS[weight.numbers] - 1)
-        if weight.has_minima:
-            half -= MIDDLES[weight.numbers]
+        half = torch.full_like(scales, 0 if weight.has_minima else MIDDLES[weight.numbers])
         counted = weight.zeros is not None and not weight.has_minima
         values = drawn - (weight.zeros.double() if counted else half).repeat_interleave(weight.group, -1)
     minima = weight.zeros.double().repeat_interleave(weight.group, -1) if weight.has_minima else 0.0
+    if weight.blocks is not None:
+        of_blocks = weight.blocks.double().repeat_interleave(weight.block // weight.group, -2)
+        scales = scales * of_blocks[..., 0]
+        if weight.has_minima:
+            minima = minima * of_blocks[..., 1].repeat_interleave(weight.group, -1)
     widened = 2.0 ** (scales - 127) if weight.scales.dtype == torch.uint8 else scales
     factors = 1.0 if weight.factors is None else weight.factors.double().unsqueeze(-1)
     return values * widened.repeat_interleave(weight.group, -1) * factors - minima

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nanoinfer.kernels.linear.groups.scales import scale_dots
 from nanoinfer.kernels.look_up import is_looked_up, look_up_pairs
-from nanoinfer.kernels.unpacking import dot_words, split_places
+from nanoinfer.kernels.unpacking import bits_of, dot_words, middle_of, split_places
 
 # A small integer's bits below the exponent of 1024 are the sum of both. An e2m1's bits are those of a float16 that is
 # 2^14 times smaller; the vector is as many times larger. Its even places become four bytes that are the upper halves of
@@ -40,11 +40,10 @@ INT4 = tl.constexpr(
     }
     """
 )
-INT8 = tl.constexpr(
-    """
+_BYTES = """
     {
         .reg .b32 high, a, b, excess;
-        mov.b32 excess, 0x64806480;
+        mov.b32 excess, EXCESS;
         shr.u32 high, $2, 8;
         lop3.b32 a, $2, 0x00FF00FF, 0x64006400, 0xEA;
         lop3.b32 b, high, 0x00FF00FF, 0x64006400, 0xEA;
@@ -54,7 +53,8 @@ INT8 = tl.constexpr(
         mul.rn.f16x2 $1, b, $4;
     }
     """
-)
+INT8 = tl.constexpr(_BYTES.replace("EXCESS", "0x64806480"))
+INT6 = tl.constexpr(_BYTES.replace("EXCESS", "0x64206420"))
 E2M1 = tl.constexpr(
     """
     {
@@ -103,8 +103,8 @@ def prepare_places(
     """Return a token's vector x, [SIZE] float32, as multiply_words wants it; x is at most `largest`.
 
     The vector becomes what each place of the words multiplies, divided by size_of_places: in pairs of float16 if
-    NATIVE, else in float32. If ZEROS, the second result are the sums of its units. A unit is what four words have, or
-    half of that.
+    NATIVE, else in float32. Where products need them, such as for ZEROS, the second result are the sums of its units. A
+    unit is what four words have, or half of that.
     """
     if NATIVE:
         power: tl.constexpr = 16384.0 if NUMBERS == "e2m1" else 64.0
@@ -113,7 +113,8 @@ def prepare_places(
         x = halves.to(tl.float32)
     else:
         places = split_places(x, SIZE, NUMBERS)
-    return places, tl.sum(tl.reshape(x, [SIZE // UNIT, UNIT]), axis=1) if ZEROS else 0.0
+    HAS_SUMS: tl.constexpr = ZEROS or not (NATIVE or middle_of(NUMBERS) == 0)
+    return places, tl.sum(tl.reshape(x, [SIZE // UNIT, UNIT]), axis=1) if HAS_SUMS else 0.0
 
 
 @triton.jit
@@ -129,17 +130,17 @@ def size_of_places(largest, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def multiply_words(
-    tile, places, sums, scales, zeros, NUMBERS: tl.constexpr, HALVES: tl.constexpr, NATIVE: tl.constexpr
+    tile, places, sums, scales, zeros, factors, NUMBERS: tl.constexpr, HALVES: tl.constexpr, NATIVE: tl.constexpr
 ):
     """Return the products of a tile's rows with a token's vector, [rows] float32.
 
     tile: [rows, words] int32; places, sums: from prepare_places
-    scales, zeros: those of each unit, [rows, units]
+    scales, zeros, factors: those of each unit, [rows, units]; factors: of its block, from scales.load_factors, or None
     HALVES: a unit is half of what four words have
     """
     ROWS: tl.constexpr = tile.shape[0]
     FOURS: tl.constexpr = tile.shape[1] // 4
-    MOST: tl.constexpr = 4 if NUMBERS == "int8" else 8
+    MOST: tl.constexpr = 32 // bits_of(NUMBERS)
     if NATIVE:
         first, second = _multiply_halves(tile, places, NUMBERS)
         if HALVES:
@@ -147,28 +148,29 @@ def multiply_words(
         else:
             dots = _add_pair(_add_halves(first, second))
     elif HALVES:
-        first = dot_words(tile, places, None, NUMBERS, 0, MOST // 2, False)
-        second = dot_words(tile, places, None, NUMBERS, MOST // 2, MOST, False)
+        first = dot_words(tile, places, NUMBERS, 0, MOST // 2, False)
+        second = dot_words(tile, places, NUMBERS, MOST // 2, MOST, False)
     else:
-        dots = dot_words(tile, places, None, NUMBERS, 0, MOST, False)
+        dots = dot_words(tile, places, NUMBERS, 0, MOST, False)
     if HALVES:
         by_half = tl.reshape(tl.join(first, second), [ROWS, FOURS, 4, 2])
         of_units = tl.reshape(tl.sum(by_half, axis=2), [ROWS, 2 * FOURS])
     else:
         of_units = tl.sum(tl.reshape(dots, [ROWS, FOURS, 4]), axis=2)
-    if zeros is not None:
+    LESS: tl.constexpr = middle_of(NUMBERS) if NATIVE else 0
+    if zeros is not None or (not NATIVE and middle_of(NUMBERS) > 0):
         sums = sums[None, :]
-    return tl.sum(scale_dots(of_units, sums, scales, zeros, NUMBERS), axis=1)
+    return tl.sum(scale_dots(of_units, sums, scales, zeros, NUMBERS, LESS, factors), axis=1)
 
 
 @triton.jit
 def _pairs(x, SIZE: tl.constexpr, NUMBERS: tl.constexpr):
     """Return neighbours of x, [SIZE] float16, as an int32, in the order of split_places: [words] each."""
-    PAIRS: tl.constexpr = 2 if NUMBERS == "int8" else 4  # of a word
+    PAIRS: tl.constexpr = 16 // bits_of(NUMBERS)  # of a word
     bits = x.to(tl.uint16, bitcast=True).to(tl.int32) << tl.arange(0, SIZE) % 2 * 16
     pairs = tl.sum(tl.reshape(bits, [SIZE // 2, 2]), axis=1)
     by_word = tl.permute(tl.reshape(pairs, [SIZE // (8 * PAIRS), PAIRS, 4]), (0, 2, 1))
-    if NUMBERS == "int8":
+    if PAIRS == 2:
         return tl.split(tl.reshape(by_word, [SIZE // 4, 2]))
     else:
         even, odd = tl.split(tl.reshape(by_word, [SIZE // 8, 2, 2]))
@@ -183,9 +185,9 @@ def _multiply_halves(words, pairs, NUMBERS: tl.constexpr):
 
     words: [rows, words] int32; pairs: from _pairs, [words] each
     """
-    if NUMBERS == "int8":
+    if bits_of(NUMBERS) == 8:
         return tl.inline_asm_elementwise(
-            INT8,
+            INT8 if NUMBERS == "int8" else INT6,
             constraints="=&r,=&r,r,r,r",
             args=[words, pairs[0][None, :], pairs[1][None, :]],
             dtype=(tl.int32, tl.int32),

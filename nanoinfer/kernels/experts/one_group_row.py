@@ -27,6 +27,7 @@ from nanoinfer.kernels.linear.activation import AnyActivation, activate_block, g
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import store_dots
 from nanoinfer.kernels.linear.plain import load_bias
+from nanoinfer.kernels.unpacking import bits_of
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
 WIDE = 3072  # bytes of a row; all warps add up such rows together, and wait for each other once a tile
@@ -58,7 +59,7 @@ def _launch(
     activation: None: the weight is that of downs
     """
     assert can_multiply_groups(weight)
-    assert all(part is None or part.is_contiguous() for part in (x, *weight[:4]))
+    assert all(part is None or part.is_contiguous() for part in (x, *weight[:4], weight.blocks))
     count = len(out) if activation is not None else 1  # of products
     used = routes.experts.shape[1] // count  # experts side by side
     (_, weight_rows, size), bits, quads = shape_of(weight), BITS[weight.numbers], weight.words.shape[2] // 4
@@ -73,6 +74,7 @@ def _launch(
         readable(weight.scales),
         weight.zeros,
         weight.factors,
+        weight.blocks,
         bias,
         out,
         size,
@@ -84,6 +86,7 @@ def _launch(
         AFTER=after,
         NUMBERS=weight.numbers,
         GROUP=weight.group,
+        PER_BLOCK=(weight.block or 0) // weight.group,
         NATIVE=x.is_cuda and x.itemsize == 2,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -117,6 +120,7 @@ def _expert_row_kernel(
     scales_ptr,
     zeros_ptr,
     factors_ptr,
+    blocks_ptr,
     bias_ptr,
     out_ptr,
     size,
@@ -128,6 +132,7 @@ def _expert_row_kernel(
     AFTER: tl.constexpr,
     NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -136,7 +141,7 @@ def _expert_row_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     FIRST: tl.constexpr = GATED or AFTER is not None  # of the two products
-    PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8
+    PER_WORD: tl.constexpr = 32 // bits_of(NUMBERS)
     HALVES: tl.constexpr = GROUP == 2 * PER_WORD
     UNIT: tl.constexpr = GROUP if HALVES else 4 * PER_WORD  # inputs that share a scale
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -181,7 +186,10 @@ def _expert_row_kernel(
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
         wide = _with_factors(scales, factors_ptr, first_row, this_tile, has_unit, weight_rows, BLOCK_N, FIRST)
-        dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE)
+        of_blocks = _load_blocks(
+            blocks_ptr, place, this_tile, has_unit, groups, weight_rows, ZEROS, PER_BLOCK, BLOCK_N, GATED
+        )
+        dots = multiply_words(tile, places, sums, wide, zeros, of_blocks, NUMBERS, HALVES, NATIVE)
         scales = _load_rows(scales_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
         if ZEROS:
             zeros = _load_rows(zeros_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
@@ -191,7 +199,10 @@ def _expert_row_kernel(
             wide = _with_factors(
                 rest_scales, factors_ptr, rest_row, this_tile, has_rest_unit, weight_rows, BLOCK_N, FIRST
             )
-            dots += multiply_words(rest, rest_places, rest_sums, wide, rest_zeros, NUMBERS, HALVES, NATIVE)
+            of_blocks = _load_blocks(
+                blocks_ptr, rest_place, this_tile, has_rest_unit, groups, weight_rows, ZEROS, PER_BLOCK, BLOCK_N, GATED
+            )
+            dots += multiply_words(rest, rest_places, rest_sums, wide, rest_zeros, of_blocks, NUMBERS, HALVES, NATIVE)
             rest_scales = _load_rows(
                 scales_ptr + rest_place, next_tile, has_rest_unit, groups, weight_rows, BLOCK_N, GATED
             )
@@ -278,6 +289,27 @@ def _with_factors(
         return widen(scales)
     else:
         return widen(scales) * _load_rows(factors_ptr + first_row, tile, inside, 1, weight_rows, BLOCK_N, False)
+
+
+@triton.jit
+def _load_blocks(
+    blocks_ptr,
+    place,
+    tile,
+    inside,
+    groups,
+    weight_rows,
+    ZEROS: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Load the factors of the groups' blocks, [BLOCK_N, groups], as scales.load_factors does; None: there are none."""
+    if PER_BLOCK == 0:
+        return None
+    else:
+        ptrs = blocks_ptr.to(tl.pointer_type(tl.int32 if ZEROS else tl.int16)) + place // PER_BLOCK
+        return _load_rows(ptrs, tile, inside, groups // PER_BLOCK, weight_rows, BLOCK_N, GATED)
 
 
 @triton.jit

@@ -27,11 +27,4 @@ def shape_of(weight: ExpertWeights) -> tuple[int, int, int]:
 
 def group_linear(weights: GroupWeight, expert: int) -> GroupLinearWeight:
     """Return the weight of one expert, [rows, inputs], which multiplies itself."""
-    return GroupLinearWeight(
-        weights.words[expert],
-        weights.scales[expert],
-        None if weights.zeros is None else weights.zeros[expert],
-        None if weights.factors is None else weights.factors[expert],
-        weights.numbers,
-        weights.in_features,
-    )
+    return GroupLinearWeight(*weights.map(lambda part: part[expert]))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
-from nanoinfer.kernels.linear.groups.scales import readable, scale_dots, widen
-from nanoinfer.kernels.unpacking import unpack_tile
+from nanoinfer.kernels.linear.groups.scales import load_factors, readable, scale_dots, widen
+from nanoinfer.kernels.unpacking import middle_of, unpack_tile
 
 COPY = 32 << 20  # bytes
 ALIGNED = 256  # rows; cuBLAS is slow where a tile's begin is not
@@ -64,6 +64,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int, chosen
         readable(weight.scales),
         zeros,
         weight.factors,
+        weight.blocks,
         chosen,
         out,
         rows,
@@ -75,6 +76,7 @@ def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int, chosen
         NUMBERS=weight.numbers,
         PER_WORD=32 // BITS[weight.numbers],
         GROUP=step if groups == 1 else weight.group,
+        PER_BLOCK=(weight.block or 0) // weight.group,
         ROWS=ROWS,
         STEP=step,
         **launch_options(out),
@@ -88,6 +90,7 @@ def _dequantize_kernel(
     scales_ptr,
     zeros_ptr,
     factors_ptr,
+    blocks_ptr,
     chosen_ptr,
     out_ptr,
     rows,
@@ -101,6 +104,7 @@ def _dequantize_kernel(
     NUMBERS: tl.constexpr,
     PER_WORD: tl.constexpr,
     GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     EARLY: tl.constexpr,
@@ -119,10 +123,15 @@ def _dequantize_kernel(
     if factors_ptr is not None:
         factors *= tl.load(factors_ptr + n)
     numbers = tl.reshape(unpack_tile(words, None, None, NUMBERS, tl.float32, False), [ROWS, GROUPS, STEP // GROUPS])
-    zeros, ones = None, None
+    zeros, ones, of_blocks = None, None, None
+    if PER_BLOCK > 0:
+        block = n * (groups // PER_BLOCK) + group // PER_BLOCK
+        of_blocks = load_factors(blocks_ptr, block, zeros_ptr is not None)[:, :, None]
     if zeros_ptr is not None:
         zeros, ones = tl.load(zeros_ptr + n * zeros_row + group * zeros_group)[:, :, None], 1.0
-    out = tl.reshape(scale_dots(numbers, ones, factors[:, :, None], zeros, NUMBERS), [ROWS, STEP])
+    out = tl.reshape(
+        scale_dots(numbers, ones, factors[:, :, None], zeros, NUMBERS, middle_of(NUMBERS), of_blocks), [ROWS, STEP]
+    )
     k = tl.program_id(0) * STEP + tl.arange(0, STEP)
     mask = (place < rows)[:, None] & (k < in_features)[None, :]
     if chosen_ptr is None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.launch import cdiv, fetch, launch_options, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
-from nanoinfer.kernels.linear.groups.scales import readable, scale_dots
+from nanoinfer.kernels.linear.groups.scales import load_factors, readable, scale_dots
 from nanoinfer.kernels.linear.one_row import store_dots
 from nanoinfer.kernels.linear.plain import load_bias
-from nanoinfer.kernels.unpacking import dot_words, load_places
+from nanoinfer.kernels.unpacking import dot_words, load_places, middle_of
 
 ROWS, INPUTS, WARPS = 8, 4096, 4  # of a program: rows of the weight, and inputs at a time
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
@@ -46,6 +46,7 @@ def group_row_linear(
         readable(weight.scales),
         zeros,
         weight.factors,
+        weight.blocks,
         bias,
         out,
         weight_rows,
@@ -55,6 +56,7 @@ def group_row_linear(
         NUMBERS=weight.numbers,
         PER_WORD=per_word,
         GROUP=weight.group,
+        PER_BLOCK=(weight.block or 0) // weight.group,
         ACTIVATION=activation,
         NATIVE=x.is_cuda,
         BLOCK_N=ROWS,
@@ -73,6 +75,7 @@ def _group_row_kernel(
     scales_ptr,
     zeros_ptr,
     factors_ptr,
+    blocks_ptr,
     bias_ptr,
     out_ptr,
     weight_rows,
@@ -84,6 +87,7 @@ def _group_row_kernel(
     NUMBERS: tl.constexpr,
     PER_WORD: tl.constexpr,
     GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -114,14 +118,19 @@ def _group_row_kernel(
         block = tl.minimum(start // 4 + tl.arange(0, WORDS // 4), row_words // 4 - 1)[None, :]
         for part in tl.static_range(PARTS):
             group = (block * PARTS + part) * (4 * PER_WORD // PARTS) // GROUP
-            dots = dot_words(words, xs, None, NUMBERS, part * PER_PART, (part + 1) * PER_PART, NATIVE)
+            dots = dot_words(words, xs, NUMBERS, part * PER_PART, (part + 1) * PER_PART, NATIVE)
             dots = tl.sum(tl.reshape(dots, [BLOCK_N, WORDS // 4, 4]), axis=2)
-            zeros, sums = None, None
+            zeros, sums, of_blocks = None, None, None
+            if PER_BLOCK > 0:
+                groups = row_words * PER_WORD // GROUP
+                at = n * (groups // PER_BLOCK) + group // PER_BLOCK
+                of_blocks = load_factors(blocks_ptr, at, zeros_ptr is not None)
             if zeros_ptr is not None:
                 zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group)
+            if middle_of(NUMBERS) > 0:
                 sums = _sum_places(xs, part * PER_PART, PER_PART)
             scales = tl.load(scales_ptr + n * scales_row + group * scales_group)
-            acc += scale_dots(dots, sums, scales, zeros, NUMBERS)
+            acc += scale_dots(dots, sums, scales, zeros, NUMBERS, 0, of_blocks)
         words = following
 
     dots = tl.sum(acc, axis=1)

@@ -23,6 +23,7 @@ LEAST_INPUTS = 1024  # of a piece
 def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
     """Return whether the kernel multiplies tokens by the weight. x: the dtype of the tokens' vectors"""
     has_products = weight.group % BLOCK == 0 or scales_are_exact(weight, x) or is_rounded_once(weight)
+    has_products = has_products or weight.blocks is not None
     return x.itemsize == 2 and weight.in_features % BLOCK == 0 and has_products and step_of(weight, x) is not None
 
 
@@ -39,7 +40,8 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     def programs(block_m: int, block_n: int) -> int:
         return cdiv(tokens, block_m) * cdiv(weight_rows, block_n)
 
-    if tokens > MANY and weight.zeros is not None:
+    has_zeros = weight.zeros is not None and weight.blocks is None
+    if tokens > MANY and has_zeros:
         if tokens > 4 * MANY and not may_split:
             return TileConfig(256, 128, warps=8, stages=3)
         block_m, together = (64, 3) if tokens <= 2 * MANY else (128, 2)
@@ -54,7 +56,7 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
     is_int4 = weight.numbers == "int4"
-    if block_m < 64 and tiles > 2 * multiprocessors and weight.zeros is None:
+    if block_m < 64 and tiles > 2 * multiprocessors and not has_zeros:
         warps, stages = (4, 4) if is_int4 else (8, 5)
         return TileConfig(block_m, 128, warps=warps, stages=stages, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1

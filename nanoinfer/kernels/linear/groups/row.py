@@ -1,7 +1,7 @@
 """How the kernel for a single token multiplies a tile of a GroupWeight.
 
-The token's vector is float32, as are all numbers and sums. A zero multiplies a group's sum of the vector, which is the
-same for all rows.
+The token's vector is float32, as are all numbers and sums. Integers count from 0. What they have too much, such as a
+zero, multiplies a group's sum of the vector, which is the same for all rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from nanoinfer.kernels.groups import BITS, BITSANDBYTES, GroupWeight, Numbers
 from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.groups.scales import readable, scale_dots
+from nanoinfer.kernels.linear.groups.scales import load_factors, readable, scale_dots
 from nanoinfer.kernels.linear.operand import RowOperand
 from nanoinfer.kernels.linear.plain import load_bias, load_rows
-from nanoinfer.kernels.unpacking import dot_words, split_places
+from nanoinfer.kernels.unpacking import bits_of, dot_words, middle_of, split_places
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 TILE = 1 << 14  # bytes of a program's load, but for what fills no tile of two rows
@@ -42,6 +42,7 @@ class GroupRowParts(NamedTuple):
     scales: Tensor
     zeros: Tensor | None
     factors: Tensor | None
+    blocks: Tensor | None
     scales_row: int
     scales_group: int
     zeros_row: int | None
@@ -50,12 +51,16 @@ class GroupRowParts(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupRowForm:
-    """What the functions are compiled for; numbers, group: of groups.GroupWeight; native: by a GPU's instructions"""
+    """What the functions are compiled for; numbers, group: of groups.GroupWeight; native: by a GPU's instructions
+
+    per_block: the groups of a block that has factors; 0: none has any
+    """
 
     numbers: Numbers
     group: int
     native: bool
     has_zeros: bool
+    per_block: int
 
 
 def group_row(weight: GroupWeight, dtype: torch.dtype) -> RowOperand:
@@ -66,8 +71,8 @@ def group_row(weight: GroupWeight, dtype: torch.dtype) -> RowOperand:
     scales_row, scales_group = weight.scales.stride()
     zeros_row, zeros_group = (None, None) if zeros is None else zeros.stride()
     strides = scales_row, scales_group, zeros_row, zeros_group
-    parts = GroupRowParts(words, readable(weight.scales), zeros, weight.factors, *strides)
-    form = GroupRowForm(weight.numbers, weight.group, native, zeros is not None)
+    parts = GroupRowParts(words, readable(weight.scales), zeros, weight.factors, weight.blocks, *strides)
+    form = GroupRowForm(weight.numbers, weight.group, native, zeros is not None, (weight.block or 0) // weight.group)
     block_k = next_power_of_2(weight.in_features)
     row = block_k * BITS[weight.numbers] // 8  # bytes
     rows = max(TILE // row, 2)
@@ -80,47 +85,57 @@ def group_row(weight: GroupWeight, dtype: torch.dtype) -> RowOperand:
 @triton.jit
 def _load_tile(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
     """See linear.plain.load_row_tile; [block_n, words] int32."""
-    PER_WORD: tl.constexpr = 4 if HOW.form.numbers == "int8" else 8
+    PER_WORD: tl.constexpr = 32 // bits_of(HOW.form.numbers)
     width = tl.multiple_of(in_features // PER_WORD, 4)
     return load_rows(parts.numbers, first_row, tile, width, width, weight_rows, HOW.block_k // PER_WORD, HOW)
 
 
 @triton.jit
 def _load_scales(parts, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
-    """Load the scales of what _load_tile loads, and its zeros if there are any, [block_n, groups] each."""
+    """Load the scales of what _load_tile loads, its zeros and its blocks' factors, [block_n, groups] each."""
     scales = _load_groups(
         parts.scales, parts.scales_row, parts.scales_group, first_row, tile, in_features, weight_rows, HOW
     )
-    if not HOW.form.has_zeros:
-        return scales
-    else:
+    zeros, factors = 0, 0  # there may be none
+    if HOW.form.has_zeros:
         zeros = _load_groups(
             parts.zeros, parts.zeros_row, parts.zeros_group, first_row, tile, in_features, weight_rows, HOW
         )
-        return scales, zeros
+    if HOW.form.per_block > 0:
+        row, group, mask = _groups_of(first_row, tile, in_features, weight_rows, HOW)
+        SPAN: tl.constexpr = HOW.form.per_block * HOW.form.group
+        block = row * (in_features // SPAN) + group // HOW.form.per_block
+        factors = load_factors(parts.blocks, block, HOW.form.has_zeros, mask)
+    return scales, zeros, factors
 
 
 @triton.jit
 def _load_groups(ptr, row_stride, group_stride, first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
     """Load what the groups of a tile's rows have, as it is, [block_n, groups]."""
+    row, group, mask = _groups_of(first_row, tile, in_features, weight_rows, HOW)
+    return tl.load(ptr + row * row_stride + group * group_stride, mask=mask)
+
+
+@triton.jit
+def _groups_of(first_row, tile, in_features, weight_rows, HOW: tl.constexpr):
+    """Return a tile's rows, [block_n, 1], its groups, [1, groups], and which of the rows are any."""
     GROUP: tl.constexpr = HOW.form.group
     GROUPS: tl.constexpr = HOW.block_k // GROUP if HOW.block_k > GROUP else 1
     n, group = tile * HOW.block_n + tl.arange(0, HOW.block_n), tl.arange(0, GROUPS)
     mask = (n < weight_rows)[:, None]
     if HOW.activation is not None:
         n = gated_row(n, weight_rows)
-    of_group = tl.minimum(group, in_features // GROUP - 1) * group_stride
-    return tl.load(ptr + (first_row + n)[:, None] * row_stride + of_group[None, :], mask=mask)
+    return (first_row + n)[:, None], tl.minimum(group, in_features // GROUP - 1)[None, :], mask
 
 
 @triton.jit
 def _prepare(x, HOW: tl.constexpr):
-    """Return the token's vector as multiply_words wants it, and its groups' sums if there are zeros."""
+    """Return the token's vector as multiply_words wants it, and its groups' sums if the numbers are integers."""
     NUMBERS: tl.constexpr = HOW.form.numbers
     SIZE: tl.constexpr = HOW.block_k
     GROUPS: tl.constexpr = SIZE // HOW.form.group if HOW.form.group < SIZE else 1
     wide = x.to(tl.float32)
-    sums = tl.sum(tl.reshape(wide, [GROUPS, SIZE // GROUPS]), axis=1) if HOW.form.has_zeros else 0.0
+    sums = tl.sum(tl.reshape(wide, [GROUPS, SIZE // GROUPS]), axis=1) if middle_of(NUMBERS) > 0 else 0.0
     return split_places(wide, SIZE, NUMBERS), sums
 
 
@@ -129,13 +144,15 @@ def _multiply(parts, tile, vector, scales, first_row, index, weight_rows, HOW: t
     NUMBERS: tl.constexpr = HOW.form.numbers
     GROUP: tl.constexpr = HOW.form.group
     GROUPS: tl.constexpr = HOW.block_k // GROUP if HOW.block_k > GROUP else 1
-    HALVES: tl.constexpr = (8 if NUMBERS == "int8" else 16) == GROUP
+    HALVES: tl.constexpr = 64 // bits_of(NUMBERS) == GROUP
     places, sums = vector
-    if HOW.form.has_zeros:
-        scales, zeros = scales
-    else:
+    own, zeros, factors = scales
+    if not HOW.form.has_zeros:
         zeros = None
-    dots = multiply_words(tile, places, sums, scales, zeros, NUMBERS, HOW.block_n, GROUPS, HALVES, HOW.form.native)
+    if HOW.form.per_block == 0:
+        factors = None
+    NATIVE: tl.constexpr = HOW.form.native
+    dots = multiply_words(tile, places, sums, own, zeros, factors, NUMBERS, HOW.block_n, GROUPS, HALVES, NATIVE)
     if parts.factors is not None:
         GATED: tl.constexpr = HOW.activation is not None
         dots *= load_bias(parts.factors + first_row, index, weight_rows, HOW.block_n, GATED)
@@ -149,6 +166,7 @@ def multiply_words(
     sums,
     scales,
     zeros,
+    factors,
     NUMBERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -157,20 +175,20 @@ def multiply_words(
 ):
     """Return the products of a tile's rows with a token's vector, [BLOCK_N] float32, but for the rows' factors.
 
-    tile: [BLOCK_N, words] int32; places, sums: from _prepare; scales, zeros: from _load_groups
+    tile: [BLOCK_N, words] int32; places, sums: from _prepare; scales, zeros, factors: from _load_scales
     HALVES: the halves of a block are different groups
     """
     WORDS: tl.constexpr = tile.shape[1]
-    MOST: tl.constexpr = 4 if NUMBERS == "int8" else 8
+    MOST: tl.constexpr = 32 // bits_of(NUMBERS)
     if HALVES:
         halves = tl.join(
-            dot_words(tile, places, None, NUMBERS, 0, MOST // 2, NATIVE),
-            dot_words(tile, places, None, NUMBERS, MOST // 2, MOST, NATIVE),
+            dot_words(tile, places, NUMBERS, 0, MOST // 2, NATIVE),
+            dot_words(tile, places, NUMBERS, MOST // 2, MOST, NATIVE),
         )
         of_groups = tl.reshape(tl.sum(tl.reshape(halves, [BLOCK_N, WORDS // 4, 4, 2]), axis=2), [BLOCK_N, GROUPS])
     else:
-        dots = dot_words(tile, places, None, NUMBERS, 0, MOST, NATIVE)
+        dots = dot_words(tile, places, NUMBERS, 0, MOST, NATIVE)
         of_groups = tl.sum(tl.reshape(dots, [BLOCK_N, GROUPS, WORDS // GROUPS]), axis=2)
-    if zeros is not None:
+    if middle_of(NUMBERS) > 0:
         sums = sums[None, :]
-    return tl.sum(scale_dots(of_groups, sums, scales, zeros, NUMBERS), axis=1)
+    return tl.sum(scale_dots(of_groups, sums, scales, zeros, NUMBERS, 0, factors), axis=1)

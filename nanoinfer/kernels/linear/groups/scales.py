@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8, HAS_FP8, capability
+from nanoinfer.kernels.unpacking import middle_of
 
 RAISED = tl.constexpr(62)  # see factors_of; with it, an e2m1 that counts 2^-126 is 2^-64 of what it should be
 LOWERED = tl.constexpr(2.0**64)
@@ -37,18 +38,46 @@ def widen(scales):
 
 
 @triton.jit
-def scale_dots(dots, sums, scales, zeros, NUMBERS: tl.constexpr):
+def scale_dots(dots, sums, scales, zeros, NUMBERS: tl.constexpr, LESS: tl.constexpr = 0, factors=None):
     """Return the products of groups with parts of vectors, float32.
 
-    dots: their numbers' products with them, float32; sums: of the parts
+    dots: their numbers' products with them, float32; sums: of the parts, which integers need if LESS is not middle_of
     scales, zeros: of the groups, as a GroupWeight has them
+    LESS: integers are so much less than their bits count
+    factors: of the groups' blocks, from load_factors; None: 1
     """
+    wide = widen(scales)
+    if factors is not None:
+        wide *= _lower_half(factors)
     if zeros is None:
-        return dots * widen(scales)
-    elif zeros.dtype.is_floating():  # minima: see groups.MIDDLES
-        return (dots + (16.0 if NUMBERS == "int8" else 8.0) * sums) * widen(scales) - zeros.to(tl.float32) * sums
+        MIDDLE: tl.constexpr = middle_of(NUMBERS)
+        return (dots if MIDDLE == LESS else dots - (MIDDLE - LESS) * sums) * wide
+    elif zeros.dtype.is_floating():  # minima
+        minima = zeros.to(tl.float32)
+        if factors is not None:
+            minima *= _upper_half(factors)
+        return (dots if LESS == 0 else dots + LESS * sums) * wide - minima * sums
     else:
-        return (dots - (zeros.to(tl.float32) - (128.0 if NUMBERS == "int8" else 8.0)) * sums) * widen(scales)
+        return (dots - (zeros.to(tl.float32) - LESS) * sums) * wide
+
+
+@triton.jit
+def load_factors(blocks_ptr, block, HAS_MINIMA: tl.constexpr, mask=None):
+    """Load what blocks of groups, any number of them, have as a GroupWeight's blocks: both of a block in an int32."""
+    if HAS_MINIMA:
+        return tl.load(blocks_ptr.to(tl.pointer_type(tl.int32)) + block, mask=mask)
+    else:
+        return tl.load(blocks_ptr.to(tl.pointer_type(tl.int16)) + block, mask=mask)
+
+
+@triton.jit
+def _lower_half(factors):
+    return factors.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _upper_half(factors):
+    return (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

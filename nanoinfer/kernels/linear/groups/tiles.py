@@ -3,6 +3,9 @@
 The weight is the left operand: a thread takes the words that it needs from shared memory, and the numbers stay in its
 registers. Integers are exact in 16 bits. Their scales multiply the float32 sum of each group, and so nothing is rounded
 but sums. Or the scales multiply the numbers: rounded as a copy of the weight would be, but exact for an e2m1.
+
+Where blocks of groups have factors, a number is rounded once when its group's scale has multiplied it. The factors
+multiply float32 sums. Their groups' minima multiply float32 sums of the tokens' vectors, behind all others.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from torch import Tensor
 from nanoinfer.kernels.groups import GroupWeight, Numbers, scales_are_exact
 from nanoinfer.kernels.launch import fetch, wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import LOWERED, factors_of, readable, widen
+from nanoinfer.kernels.linear.groups.sums import SLOTS, planes_of, sum_groups
 from nanoinfer.kernels.linear.operand import Operand
-from nanoinfer.kernels.unpacking import unpack_tile
+from nanoinfer.kernels.unpacking import bits_of, unpack_tile
 
 STEPS = (128, 64, 32)  # inputs; a whole number of groups.pack's blocks
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
@@ -34,7 +38,11 @@ def step_of(weight: GroupWeight, dtype: torch.dtype, most: int = 128) -> int | N
     is_row = group == weight.in_features
     for step in STEPS[:-1] if is_row else STEPS:  # a short step would copy words by fewer bytes than threads can
         has_pairs = step == 2 * group and _has_pairs(weight)
-        if step <= most and (group % step == 0 or (step % group == 0 and (is_first or has_pairs))):
+        if (
+            step <= most
+            and (weight.block or step) % step == 0
+            and (group % step == 0 or (step % group == 0 and (is_first or has_pairs)))
+        ):
             return step
     return most if is_row else None
 
@@ -42,15 +50,17 @@ def step_of(weight: GroupWeight, dtype: torch.dtype, most: int = 128) -> int | N
 def scales_come_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
     """Return whether scales multiply the numbers.
 
-    Those of an e2m1 do, exactly, and those of groups that are too small, or have minima.
+    Those of an e2m1 do, exactly, and those of groups that are too small, have minima, or lie in blocks with factors.
     """
-    if weight.has_minima:
+    if weight.has_minima or weight.blocks is not None:
         return True
     return weight.group in (16, 32) and (weight.group == 16 or scales_are_exact(weight, dtype))
 
 
 def is_rounded_once(weight: GroupWeight) -> bool:
     """Return whether the kernel, where scales multiply the numbers, does so in float32, and then rounds."""
+    if weight.blocks is not None:
+        return False
     return weight.numbers != "e2m1" and (weight.has_minima or weight.scales.dtype == torch.float32)
 
 
@@ -64,6 +74,7 @@ def _has_pairs(weight: GroupWeight) -> bool:
 class GroupParts(NamedTuple):
     """What the kernel reads of a GroupWeight, beside its words: tensors, and strides; None: those of a contiguous one.
 
+    sums: of the tokens' vectors, see sum_groups; None: the kernel needs none
     Triton makes constants of strides that are 1, and loses these on the way to the experts' products.
     """
 
@@ -73,6 +84,8 @@ class GroupParts(NamedTuple):
     scales_group: int | None
     zeros_row: int | None
     zeros_group: int | None
+    blocks: Tensor | None
+    sums: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,8 @@ class GroupForm:
     scales_first: the numbers are scaled; else their sums are
     halves: of the inputs that are loaded at once, each half has a group
     paired: the scales of two groups are one number, and so are their zeros; native: on a GPU, in 16 bits
+    block: inputs that have the same factor, and a whole number of steps; 0: there are no factors
+    from_0: the numbers count from 0
     """
 
     numbers: Numbers
@@ -90,6 +105,8 @@ class GroupForm:
     halves: bool
     paired: bool
     native: bool
+    block: int
+    from_0: bool
 
 
 def group_operand(weight: GroupWeight, x: Tensor, step: int, scales_first: bool) -> Operand:
@@ -97,11 +114,17 @@ def group_operand(weight: GroupWeight, x: Tensor, step: int, scales_first: bool)
     assert weight.words.is_contiguous()
     assert weight.numbers == "e2m1" or weight.scales.dtype != torch.uint8 or not scales_first  # they would be raised
     scales, zeros, group = readable(weight.scales), weight.zeros, weight.group
-    parts = GroupParts(scales, zeros, *_strides(scales), *_strides(zeros))
+    blocks, block = weight.blocks, weight.block or 0
+    assert blocks is None or all(part is None or part.is_contiguous() for part in (blocks, zeros))
+    sums = sum_groups(x, group, block) if block and zeros is not None else None
+    parts = GroupParts(scales, zeros, *_strides(scales), *_strides(zeros), blocks, sums)
     halves = step == 2 * group and not scales_come_first(weight, x.dtype)
     few_bits = scales.itemsize == 1 and zeros is None
+    few_bits = few_bits or (block > 0 and scales.itemsize == 2)
     paired = halves or (step >= 2 * group and (few_bits or is_rounded_once(weight)) and _has_pairs(weight))
-    form = GroupForm(weight.numbers, group, scales_first, halves, paired, x.is_cuda and x.itemsize == 2)
+    form = GroupForm(
+        weight.numbers, group, scales_first, halves, paired, x.is_cuda and x.itemsize == 2, block, weight.has_minima
+    )
     return Operand(weight.words, parts, form, _add_products, weight.words.shape[-2], weight.in_features, apart=False)
 
 
@@ -120,7 +143,7 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     FORM: tl.constexpr = HOW.form
     NUMBERS: tl.constexpr = FORM.numbers
     parts, in_features = product.parts, product.in_features
-    PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8
+    PER_WORD: tl.constexpr = 32 // bits_of(NUMBERS)
     K: tl.constexpr = HOW.block_k
     HALVES: tl.constexpr = FORM.halves
     SPAN: tl.constexpr = K // 2 if HALVES else K  # inputs of a product, which have a group's scale, or those of several
@@ -134,12 +157,16 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     scales = _first_groups(parts.scales, n, parts.scales_row, groups), parts.scales_group, groups
     zeros = None
     # Integers that are loaded a step before would send the numbers through shared memory, but for those of halves.
-    AHEAD: tl.constexpr = parts.zeros is not None and (HALVES or parts.zeros.dtype.element_ty.is_floating())
-    if parts.zeros is not None:
+    HAS_ZEROS: tl.constexpr = parts.zeros is not None and FORM.block == 0
+    AHEAD: tl.constexpr = HAS_ZEROS and (HALVES or parts.zeros.dtype.element_ty.is_floating())
+    if HAS_ZEROS:
         zeros = _first_groups(parts.zeros, n, parts.zeros_row, groups), parts.zeros_group, groups
     next_scales = _load_groups(scales, tile.begin, FORM, K)
     if AHEAD:
         next_zero = _load_groups(zeros, tile.begin, FORM, K)
+    if FORM.block > 0:
+        factor_ptrs = _factors_of_blocks(parts, n, in_features, FORM)
+        next_factor = tl.load(factor_ptrs + tile.begin // FORM.block * _per_block(parts))
     wait_for_predecessor(EARLY)
 
     k, word = tl.arange(0, SPAN), tl.arange(0, K // PER_WORD)
@@ -162,23 +189,68 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         zero = None
         if AHEAD:
             zero, next_zero = next_zero, _load_groups(zeros, start + K, FORM, K)
-        elif parts.zeros is not None:
+        elif HAS_ZEROS:
             zero = _load_groups(zeros, start, FORM, K)
+        factor = None
+        if FORM.block > 0:
+            following = tl.minimum(start + K, in_features - K) // FORM.block
+            factor, next_factor = next_factor, tl.load(factor_ptrs + following * _per_block(parts))
         SCALE: tl.constexpr = parts.scales.dtype.element_ty
         if HALVES:
             first_scales, second_scales = _halve(now, SCALE)
             second_zero = None
             if parts.zeros is not None:
                 zero, second_zero = _halve(zero, parts.zeros.dtype.element_ty)
-            acc = _add_group(acc, words, x, first_scales, zero, HOW)
-            acc = _add_group(acc, second_words, second_x, second_scales, second_zero, HOW)
+            acc = _add_group(acc, words, x, first_scales, zero, None, HOW)
+            acc = _add_group(acc, second_words, second_x, second_scales, second_zero, None, HOW)
         else:
-            if FORM.paired and parts.zeros is not None:
+            if FORM.paired and HAS_ZEROS:
                 zero = _apart(zero, parts.zeros.dtype.element_ty)
-            acc = _add_group(acc, words, x, _apart(now, SCALE) if FORM.paired else now, zero, HOW)
+            acc = _add_group(acc, words, x, _apart(now, SCALE) if FORM.paired else now, zero, factor, HOW)
     if FORM.scales_first and parts.scales.dtype.element_ty == tl.uint8:
         acc *= LOWERED
+    if parts.sums is not None:
+        acc = _subtract_minima(acc, parts, n, tile, in_features, HOW)
     return acc, acc
+
+
+@triton.jit
+def _per_block(parts):
+    """Return how many factors a block has."""
+    return 1 if parts.zeros is None else 2
+
+
+@triton.jit
+def _factors_of_blocks(parts, n, in_features, FORM: tl.constexpr):
+    """Return pointers to the factors of the scales in each row's first block, [rows, 1]."""
+    return parts.blocks + n * (in_features // FORM.block * _per_block(parts))
+
+
+@triton.jit
+def _subtract_minima(acc, parts, n, tile, in_features, HOW: tl.constexpr):
+    """Subtract the products of the groups' minima and the sums of the tokens' vectors, from tile.begin to tile.stop."""
+    FORM: tl.constexpr = HOW.form
+    PER_BLOCK: tl.constexpr = FORM.block // FORM.group
+    BLOCKS: tl.constexpr = SLOTS // PER_BLOCK  # at once
+    PLANES: tl.constexpr = planes_of(parts.sums.dtype.element_ty)
+    blocks = in_features // FORM.block
+    groups = in_features // FORM.group
+    slot = tl.arange(0, SLOTS)
+    factor_ptrs = _factors_of_blocks(parts, n, in_features, FORM) + 1
+    sums_ptrs = parts.sums + tile.sources.to(tl.int64)[:, None] * (blocks * PLANES * SLOTS) + slot[None, :]
+    for first in range(tile.begin // FORM.block, tile.stop // FORM.block, BLOCKS):
+        group = first * PER_BLOCK + slot
+        minima = tl.load(parts.zeros + n * groups + group[None, :], mask=(group < groups)[None, :], other=0.0)
+        for number in tl.static_range(BLOCKS):
+            block = first + number
+            exists = tile.exists & (block < tile.stop // FORM.block)
+            of_block = tl.zeros_like(acc)
+            for plane in tl.static_range(PLANES):
+                ptrs = sums_ptrs + (block * PLANES + plane) * SLOTS
+                sums = tl.load(ptrs, mask=exists[:, None], other=0.0)
+                of_block = tl.dot(minima.to(sums.dtype), tl.trans(sums), of_block, input_precision="ieee")
+            acc += of_block * -tl.load(factor_ptrs + tl.minimum(block, blocks - 1) * 2).to(tl.float32)
+    return acc
 
 
 @triton.jit
@@ -198,10 +270,11 @@ def _load_inputs(x_ptrs, start, x_mask, in_features, WHOLE: tl.constexpr, SPAN: 
 
 
 @triton.jit
-def _add_group(acc, words, x, scales, zeros, HOW: tl.constexpr):
+def _add_group(acc, words, x, scales, zeros, factor, HOW: tl.constexpr):
     """Add the product of some words, [rows, words], with inputs, [tokens, inputs].
 
     scales, zeros: of their group; or, where scales multiply the numbers, those of several, [rows, groups]
+    factor: of their block, [rows, 1]; None: 1
     """
     FORM: tl.constexpr = HOW.form
     NUMBERS: tl.constexpr = FORM.numbers
@@ -213,7 +286,11 @@ def _add_group(acc, words, x, scales, zeros, HOW: tl.constexpr):
     spread_zeros = zeros
     if zeros is not None:
         spread_zeros = _spread(zeros.to(tl.float32 if HAS_MINIMA else tl.int32), WORDS, HALF)
-    if FORM.scales_first:
+    if FORM.block > 0:
+        factors = _spread(factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
+        weight = unpack_tile(words, None, factors, NUMBERS, x.dtype, FORM.native, False, HOW.form.from_0)
+        return acc + tl.dot(weight, tl.trans(x), input_precision="ieee") * factor.to(tl.float32)
+    elif FORM.scales_first:
         IS_WIDE: tl.constexpr = HAS_MINIMA or (scales.dtype == tl.float32 and NUMBERS != "e2m1")
         factors = _spread(widen(scales) if IS_WIDE else factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
         IS_RAISED: tl.constexpr = scales.dtype == tl.uint8

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from nanoinfer.kernels.groups import BITS, SPREADS, TABLES, GroupWeight, Numbers, minima_of, pack
+from nanoinfer.kernels.groups import BITS, MIDDLES, SPREADS, TABLES, GroupWeight, Numbers, minima_of, pack
 from nanoinfer.kernels.launch import launch_in_between
 
 AnyNumbers: TypeAlias = Tensor | Fp8Weight | GroupWeight
@@ -23,7 +23,10 @@ Multiply: TypeAlias = Callable[..., Tensor]  # of vectors, a weight, and a bias 
 
 
 class Grouping(NamedTuple):
-    """The form of a GroupWeight, whatever its shape. size: of a group; has_minima: its zeros are minima"""
+    """The form of a GroupWeight, whatever its shape.
+
+    size: of a group; has_minima: its zeros are minima; block: inputs whose scales have a factor in common; 0: none have
+    """
 
     numbers: Numbers
     size: int
@@ -31,6 +34,7 @@ class Grouping(NamedTuple):
     has_zeros: bool
     has_factors: bool
     has_minima: bool = False
+    block: int = 0
 
 
 class WeightShape(NamedTuple):
@@ -51,7 +55,13 @@ class WeightShape(NamedTuple):
             return cls(weight.shape[-2], weight.shape[-1])
         if isinstance(weight, Fp8Weight):
             return cls(weight.numbers.shape[-2], weight.numbers.shape[-1], weight.block)
-        forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None, weight.has_minima
+        forms = (
+            weight.scales.dtype,
+            weight.zeros is not None,
+            weight.factors is not None,
+            weight.has_minima,
+            weight.block or 0,
+        )
         grouping = Grouping(weight.numbers, weight.group, *forms)
         return cls(weight.words.shape[-2], weight.in_features, None, grouping)
 
@@ -106,7 +116,7 @@ class WeightShape(NamedTuple):
         self, form: Grouping, experts: tuple[int, ...], size: float, generator: torch.Generator
     ) -> GroupWeight:
         """Draw a weight as `draw` does, or experts', divided by a size."""
-        device, most, rows = generator.device, 1 << BITS[form.numbers], (*experts, self.rows)
+        device, most, rows = generator.device, _count_of(form.numbers), (*experts, self.rows)
         numbers = torch.randint(0 if experts else 1, most, (*rows, self.inputs), generator=generator, device=device)
         scales = torch.rand(*rows, self.inputs // form.size, generator=generator, device=device) + 0.5
         if not experts:
@@ -123,15 +133,24 @@ class WeightShape(NamedTuple):
         scales, zeros = scales.to(form.scales), None
         if form.has_zeros:  # the middle of the numbers counts nothing
             middle = torch.full_like(scales, most // 2, dtype=torch.uint8)
-            zeros = minima_of(middle, scales, form.numbers) if form.has_minima else middle
-        return GroupWeight(pack(numbers, BITS[form.numbers]), scales, zeros, factors, form.numbers, self.inputs)
+            zeros = minima_of(middle, scales) if form.has_minima else middle
+        blocks = None
+        if form.block:
+            shape = *rows, self.inputs // form.block, 2 if form.has_minima else 1
+            blocks = torch.ones(shape, dtype=torch.float16, device=device)
+        words = pack(numbers, BITS[form.numbers])
+        return GroupWeight(words, scales, zeros, factors, form.numbers, self.inputs, blocks)
+
+
+def _count_of(numbers: Numbers) -> int:
+    return 2 * MIDDLES[numbers] if numbers in MIDDLES else 1 << BITS[numbers]
 
 
 def _opposite(numbers: Tensor, kind: Numbers) -> tuple[Tensor, int]:
     """Return numbers and the sign of their scales, whose products undo those of some numbers with scales above 0."""
     if kind == "nf4":  # has no negatives of its numbers
         return numbers, -1
-    return numbers ^ 8 if kind in TABLES else (1 << BITS[kind]) - numbers, 1
+    return numbers ^ 8 if kind in TABLES else _count_of(kind) - numbers, 1
 
 
 def _repeated(scales: Tensor, half: int, sign: int = 1) -> Tensor:

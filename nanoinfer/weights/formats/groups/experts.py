@@ -101,12 +101,7 @@ class GroupExperts(Experts):
 
     def _of_experts(self, weight: GroupWeight) -> GroupWeight:
         """Return a weight expert by expert, whose tensors have a dimension more."""
-        of_each = {
-            name: part.unflatten(0, (self.sizes.held, -1))
-            for name, part in zip(weight._fields, weight, strict=True)
-            if isinstance(part, Tensor)
-        }
-        return weight._replace(**of_each)
+        return weight.map(lambda part: part.unflatten(0, (self.sizes.held, -1)))
 
     def fix_order(self, used: int, activation: AnyActivation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_order does, and for groups in no order.

@@ -11,14 +11,18 @@ from torch import Tensor
 
 from nanoinfer.weights.shards import FLOATS
 
-Fills = Literal["numbers", "scales", "zeros", "minima", "factors", "g_idx", "shape"]
+Fills = Literal["numbers", "scales", "zeros", "minima", "blocks", "factors", "g_idx", "shape"]
 INT32, HALF_BYTE = 32, 4  # bits
 OF_GROUPS: tuple[Fills, ...] = "scales", "zeros", "minima"
+TARGETS: dict[Fills, str] = {  # of a GroupStore
+    "numbers": "words", "scales": "scales", "zeros": "zeros", "minima": "zeros", "blocks": "blocks"
+}  # fmt: skip
 DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
     "numbers": frozenset({torch.int8}),
     "scales": FLOATS,
     "zeros": frozenset({torch.int8}),
     "minima": FLOATS,
+    "blocks": frozenset({torch.float16}),
     "factors": FLOATS,
     "g_idx": frozenset({torch.int32, torch.int64}),
     "shape": frozenset({torch.int32, torch.int64}),
@@ -82,7 +86,9 @@ class Field:
     along_outputs, along_inputs: how numbers are packed along a dimension; None: one by one
     added: to each integer before it is unpacked
     divides: factors are one over what is stored
-    block: if there is a further dimension, which takes the place of so many integers along the inputs
+    block: if there is a further dimension, which takes the place of so many integers along the inputs, or has a block's
+        factors
+    span: the inputs of a block that has factors; None: another rule says what an index covers
     """
 
     name: str
@@ -94,6 +100,7 @@ class Field:
     divides: bool = False
     constant: bool = False
     block: int | None = None
+    span: int | None = None
 
     def dtypes(self, scales: torch.dtype | None) -> frozenset[torch.dtype]:
         """Return the types of numbers that the tensor may have. scales: as in Layout"""
@@ -108,6 +115,8 @@ class Field:
         """Return how many of a matrix's outputs and inputs an index of the tensor covers, in each dimension."""
         outputs = 1 if self.along_outputs is None else self.along_outputs.count
         inputs = 1 if self.along_inputs is None else self.along_inputs.count
+        if self.span is not None:
+            return outputs, self.span
         if self.fills in OF_GROUPS:
             return outputs, inputs * group
         return outputs, inputs * (self.block or 1)
@@ -128,7 +137,7 @@ class Field:
         if self.fills == "factors":
             factors = stored.float().reshape(1, 1)
             return 1 / factors if self.divides else factors
-        if self.fills in ("g_idx", "shape"):
+        if self.fills in ("g_idx", "shape", "blocks"):
             return stored
         if self.added:
             stored = _add(stored, self.added)

@@ -86,4 +86,9 @@ class GroupFormat(Format):
         layout = self.layout
         shared = scale = itemsize if layout.scales is None else layout.scales.itemsize
         shared += torch.uint8.itemsize if "zeros" in layout.fills else scale if "minima" in layout.fills else 0
-        return BITS[layout.numbers] / 8 + (0 if layout.group == 0 else shared / (layout.group or LARGE_GROUP))
+        factors = (
+            0.0
+            if layout.block is None
+            else torch.float16.itemsize * (layout.block.block or 1) / (layout.block.span or 1)
+        )
+        return BITS[layout.numbers] / 8 + factors + (0 if layout.group == 0 else shared / (layout.group or LARGE_GROUP))

@@ -40,7 +40,12 @@ class Layout:
     @property
     def rounds(self) -> bool:
         """Whether plain matrices can be rounded to such weights: to groups of neighbours, of one scale."""
-        return self.fills <= {"numbers", *OF_GROUPS} and all(field.name != "weight" for field in self.fields)
+        return self.fills <= {"numbers", "blocks", *OF_GROUPS} and all(field.name != "weight" for field in self.fields)
+
+    @property
+    def block(self) -> Field | None:
+        """The tensor of blocks' factors."""
+        return next((field for field in self.fields if field.fills == "blocks"), None)
 
     def group_of(self, inputs: int) -> int:
         """Return how many of a matrix's inputs share a scale; the last of its groups may have fewer."""

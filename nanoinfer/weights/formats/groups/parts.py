@@ -12,11 +12,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import MIDDLES, SPREADS, minima_of, pack, unpack
 from nanoinfer.kernels.rounding import round_to_groups
-from nanoinfer.weights.formats.groups.fields import OF_GROUPS, Field, Fills
+from nanoinfer.weights.formats.groups.fields import OF_GROUPS, TARGETS, Field
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, SPREAD
-
-TARGETS: dict[Fills, str] = {"numbers": "words", "scales": "scales", "zeros": "zeros", "minima": "zeros"}  # of a store
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,8 @@ class Part:
         store, (rows, inputs) = self.store, self._within
         if store.order is not None or store.group != store.own_group or self.field.fills not in TARGETS:
             return None
+        if store.blocks is not None and store.blocks.shape[1] * store.own_block != store.in_features:
+            return None
         return self.field, store.bits, store.own_group, store.in_features, rows.start, rows.stop, inputs.start
 
     @staticmethod
@@ -95,7 +95,9 @@ class Part:
             slice(own.start - some.start * step, own.stop - some.start * step)
             for step, own, some in zip(*sizes, strict=True)
         )
-        return rows, inputs if self.field.fills == "numbers" else slice(0, self.store.scales.shape[1])
+        if self.field.fills not in TARGETS or self.field.fills == "numbers":
+            return rows, inputs
+        return rows, slice(0, getattr(self.store, TARGETS[self.field.fills]).shape[1])
 
     @property
     def rows(self) -> slice:
@@ -123,7 +125,7 @@ class Part:
             own = range(inputs.start - self.own[1].start, inputs.stop - self.own[1].start)
             self.store.write_numbers(target, own, read[:, inputs.start - begin : inputs.stop - begin])
         else:
-            self.store.write_scales(target, inputs, read, zeros=self.field.fills != "scales")
+            self.store.write_scales(target, inputs, read, self.field.fills)
 
     def _write_factors(self, stored: Tensor) -> None:
         assert self.store.factors is not None
@@ -148,8 +150,10 @@ class Part:
             assert self.store.factors is not None
             return self.store.factors[rows]
         if fills == "minima":
-            assert self.store.zeros is not None
-            return self.store.zeros[rows]
+            return self.store.unpacked_minima(rows)
+        if fills == "blocks":
+            assert self.store.blocks is not None
+            return self.store.blocks[rows]
         return self.store.unpacked_scales(rows) if fills == "scales" else _zero_of(self.store)
 
     def draw(self, generator: torch.Generator) -> None:
@@ -159,12 +163,17 @@ class Part:
         if self.field.fills == "numbers":
             words = store.words[rows]
             words.copy_(torch.randint(-(1 << 31), 1 << 31, words.shape, generator=generator, device=words.device))
+            if store.layout.numbers == "int6":
+                words &= 0x3F3F3F3F
         elif self.field.fills == "zeros":
             assert store.zeros is not None
             store.zeros[rows] = 1 << store.bits - 1
         elif self.field.fills == "minima":
             assert store.zeros is not None
             store.zeros[rows] = MIDDLES[store.layout.numbers] * scale
+        elif self.field.fills == "blocks":
+            assert store.blocks is not None
+            store.blocks[rows] = 1
         elif self.field.fills == "factors":
             assert store.factors is not None
             store.factors[rows] = scale
@@ -248,8 +257,10 @@ class Rounded:
         store.write_scales(rows, own, scales)
         if zeros is not None:
             if "minima" in store.layout.fills:
-                zeros = minima_of(zeros, scales, store.layout.numbers)
-            store.write_scales(rows, own, zeros, zeros=True)
+                zeros = minima_of(zeros, scales)
+            store.write_scales(rows, own, zeros, "zeros")
+        if store.blocks is not None:
+            store.blocks[rows] = 1
 
     def unpacked(self) -> Tensor:
         """Return what can be infinite of these rows."""

@@ -16,10 +16,12 @@ from nanoinfer.kernels.groups import (
     GroupWeight,
     dequantize_reference,
     pack,
+    scaled_minima,
     scales_of,
     unpack,
     words_of,
 )
+from nanoinfer.weights.formats.groups.fields import TARGETS, Fills
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
 from nanoinfer.weights.formats.made import Made, may_keep
@@ -37,6 +39,7 @@ class GroupStore(nn.Module):
 
     zeros: Tensor | None
     factors: Tensor | None
+    blocks: Tensor | None
 
     def __init__(self, sections: list[Section], in_features: int, layout: Layout, label: str) -> None:
         """sections: neighbouring rows, in their order; label: what messages call the format"""
@@ -58,6 +61,11 @@ class GroupStore(nn.Module):
         if "zeros" in fills or "minima" in fills:
             self.zeros = _parameter(rows, groups, dtype=self.scales.dtype if "minima" in fills else torch.uint8)
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
+        self.blocks, self.own_block = None, 0
+        if layout.block is not None:
+            self.own_block = layout.block.span or 0
+            count = in_features // math.gcd(self.own_block, self.start, in_features)
+            self.blocks = _parameter(rows, count, layout.block.block or 1, dtype=torch.float16)
         self._made = Made()
         self._keeps: bool | None = None  # what is made; None: nobody has asked for it
 
@@ -89,16 +97,16 @@ class GroupStore(nn.Module):
 
     def remember(self, make: Callable[[], T]) -> T:
         """Return what `make` makes of the matrix, and make it anew only once the matrix has changed."""
-        return self._made.of((self.words, self.scales, self.zeros, self.factors), make)
+        return self._made.of((self.words, self.scales, self.zeros, self.factors, self.blocks), make)
 
     @property
     def _all(self) -> GroupWeight:
         """All rows; each product of a step asks for them, so that nothing is sliced."""
-        return GroupWeight(self.words, self.scales, self.zeros, self.factors, self.layout.numbers, self.in_features)
+        how = self.layout.numbers, self.in_features
+        return GroupWeight(self.words, self.scales, self.zeros, self.factors, *how, self.blocks)
 
     def _weight(self, rows: slice) -> GroupWeight:
-        zeros, factors = (part if part is None else part[rows] for part in (self.zeros, self.factors))
-        return self._all._replace(words=self.words[rows], scales=self.scales[rows], zeros=zeros, factors=factors)
+        return self._all.map(lambda part: part[rows])
 
     def _one_by_one(self, rows: slice, groups: Tensor) -> GroupWeight:
         """Return some rows, each input with a scale of its own. groups: of the inputs"""
@@ -127,25 +135,32 @@ class GroupStore(nn.Module):
             all_numbers[:, places.to(words.device)] = numbers.to(all_numbers.dtype)
             words.copy_(pack(all_numbers, self.bits))
 
-    def write_scales(self, rows: slice, inputs: range, stored: Tensor, zeros: bool = False) -> None:
-        """Write the scales, or zeros or minima, of those of this rank's groups that begin among some inputs.
+    def write_scales(self, rows: slice, inputs: range, stored: Tensor, fills: Fills = "scales") -> None:
+        """Write the scales of those of this rank's groups that begin among some inputs; or what else `fills` says.
 
-        stored: [rows, groups] of the checkpoint, from that of the first of the inputs on
+        stored: [rows, groups] of the checkpoint, or [rows, blocks, factors], from that of the first of the inputs on
         """
-        target = self.zeros if zeros else self.scales
-        assert target is not None
-        start, size = (self.start, self.group) if self.order is None else (0, self.own_group)
+        target: Tensor = getattr(self, TARGETS[fills])
+        start, size, own = self.start, self.in_features // target.shape[1], self.own_group
+        if fills == "blocks":
+            own = self.own_block
+        elif self.order is not None:
+            start, size = 0, own
         begin, end = -(-(inputs.start - start) // size), -(-(inputs.stop - start) // size)
         begin, end = max(begin, 0), min(end, target.shape[1])
-        places = (torch.arange(begin, end) * size + start) // self.own_group - inputs.start // self.own_group
-        if size != self.own_group:  # then groups have become several
+        places = (torch.arange(begin, end) * size + start) // own - inputs.start // own
+        if size != own:  # then groups have become several
             stored = as_bytes(stored).index_select(1, places.to(target.device)).view(stored.dtype)
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self, rows: slice = slice(None)) -> Tensor:
         """Return the scales and minima of some rows as float32: only they can be infinite."""
-        scales, zeros = self.unpacked_scales(rows), self.zeros
-        return scales if zeros is None else torch.cat([scales, zeros[rows].float()])
+        scales, weight = self.unpacked_scales(rows), self._weight(rows)
+        return torch.cat([scales, scaled_minima(weight)]) if weight.has_minima else scales
+
+    def unpacked_minima(self, rows: slice) -> Tensor:
+        """Return the minima of some rows as float32."""
+        return scaled_minima(self._weight(rows))
 
     def unpacked_scales(self, rows: slice) -> Tensor:
         """Return the scales of some rows as float32, infinite where they are more than kernels multiply by."""
