@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.groups import BITS, MIDDLES, Numbers
+from nanoinfer.kernels.groups import BITS, MIDDLES
 from nanoinfer.kernels.look_up import is_looked_up, look_up, look_up_pairs
 
 TO_X = tl.constexpr(2.0**63)  # twice this exponent makes an e2m1 of its bits in a float32
@@ -21,25 +21,26 @@ CONVERT_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
 CONVERT_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
 DIFFERENCE_BF16 = tl.constexpr("{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }")
 
-ALL_MIDDLES = {numbers: MIDDLES.get(numbers, 0) for numbers in BITS}
+BITS_OF = dict[str, int](BITS.items())
+MIDDLE_OF = dict[str, int](dict.fromkeys(BITS, 0).items()) | dict[str, int](MIDDLES.items())
 
 
 @triton.constexpr_function
-def bits_of(numbers: Numbers) -> int:
+def bits_of(numbers: str) -> int:
     """Return the bits that a number takes in a word."""
-    return BITS[numbers]
+    return BITS_OF[numbers]
 
 
 @triton.constexpr_function
-def mask_of(numbers: Numbers) -> int:
+def mask_of(numbers: str) -> int:
     """Return the bits of an integer."""
-    return 2 * MIDDLES[numbers] - 1
+    return 2 * MIDDLE_OF[numbers] - 1
 
 
 @triton.constexpr_function
-def middle_of(numbers: Numbers) -> int:
+def middle_of(numbers: str) -> int:
     """Return what integers without zeros have too much; 0: the numbers are of another kind."""
-    return ALL_MIDDLES[numbers]
+    return MIDDLE_OF[numbers]
 
 
 @triton.jit
