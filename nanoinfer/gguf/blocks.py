@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,20 +15,23 @@ from nanoinfer.gguf.tensor import Change, GgufTensor
 
 # What tensors are called instead of "weight".
 CODES, SCALES, MINIMA, FACTORS = "weight_codes", "weight_scales", "weight_minima", "weight_factors"
-Blocks = np.ndarray  # [rows, blocks, bytes]
 Numbers = Literal["int4", "int6", "int8", "e2m1"]
 PER_K_BLOCK, K_BLOCK = 8, 256  # groups, and numbers
+Read = Callable[[Tensor], Tensor]
 
 
 class Part(NamedTuple):
     """A part of a type's blocks.
 
-    read: makes [rows, blocks, groups of a block, numbers of a group] of them, or one number less: of a group; or of
-        factors, which multiply a block's scales and its minima, [rows, blocks, factors]
+    bytes: where it lies in a block
+    read: makes of these, [rows, blocks, bytes] uint8 on any device, what groups have, [rows, blocks, groups],
+        or numbers, [rows, blocks, groups, numbers of a group], or what multiplies a block's scales and its
+        minima, [rows, blocks, factors]
     dtype: of what it makes, as safetensors names it
     """
 
-    read: Callable[[Blocks], np.ndarray]
+    bytes: slice
+    read: Read
     dtype: str
 
 
@@ -48,100 +50,96 @@ class Kind(NamedTuple):
 
 def _kind(
     numbers: Numbers,
-    codes: Callable[[Blocks], np.ndarray],
+    codes: Part,
     scales: Part,
     minima: Part | None = None,
     factors: Part | None = None,
     group: int = 32,
 ) -> Kind:
-    parts = {CODES: Part(codes, "I8"), SCALES: scales, MINIMA: minima, FACTORS: factors}
+    parts = {CODES: codes, SCALES: scales, MINIMA: minima, FACTORS: factors}
     return Kind(numbers, group, {name: part for name, part in parts.items() if part is not None})
 
 
-def _of_one_group(read: Callable[[Blocks], np.ndarray]) -> Callable[[Blocks], np.ndarray]:
-    """Return what reads a part of blocks that are a group each."""
-    return lambda blocks: read(blocks)[:, :, None]
+def _codes(begin: int, end: int, read: Read) -> Part:
+    return Part(slice(begin, end), read, "I8")
 
 
-def _halves(packed: Blocks) -> np.ndarray:
+def _halves(packed: Tensor) -> Tensor:
     """Return the codes of four bits: the first half of a block's in the low bits, the second in the high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+    return torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8)
 
 
-def _halves_from(place: int) -> Callable[[Blocks], np.ndarray]:
-    """Return what reads codes of four bits, which begin at a byte of their block."""
-    return _of_one_group(lambda blocks: _halves(blocks[..., place:]).view(np.int8))
+def _five_bits(packed: Tensor) -> Tensor:
+    """Return codes whose fifth bits come first."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    fifth = (packed[..., :4].unsqueeze(-1) >> shifts & 1).flatten(-2)
+    return _halves(packed[..., 4:]) | (fifth << 4).view(torch.int8)
 
 
-def _five_bits_from(place: int, more: int = 0) -> Callable[[Blocks], np.ndarray]:
-    """Return codes of blocks whose fifth bits are apart, and begin at a byte. more: they are so much more in memory"""
-
-    def read(blocks: Blocks) -> np.ndarray:
-        fifth = np.unpackbits(blocks[..., place : place + 4], axis=-1, bitorder="little")
-        return (_halves(blocks[..., place + 4 :]) | fifth << 4).view(np.int8) + np.int8(more)
-
-    return _of_one_group(read)
+def _floats(packed: Tensor) -> Tensor:
+    """Return the numbers of 16 bits."""
+    return packed.contiguous().view(torch.float16)
 
 
-def _half_at(blocks: Blocks, place: int) -> np.ndarray:
-    """Return the number of 16 bits at a byte of each block."""
-    return np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)[..., 0]
-
-
-def _k_halves(blocks: Blocks) -> np.ndarray:
+def _k_halves(packed: Tensor) -> Tensor:
     """Return the codes of four bits of a K block's groups, which lie two by two, [..., 8, 32]."""
-    pairs = blocks[..., -128:].reshape(*blocks.shape[:-1], 4, 1, 32)
-    return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], PER_K_BLOCK, 32)
+    pairs = packed.unflatten(-1, (4, 1, 32))
+    return torch.cat([pairs & 15, pairs >> 4], dim=-2).flatten(-3, -2)
 
 
-def _k_five_bits(blocks: Blocks) -> np.ndarray:
-    """Return the codes of Q5_K; of a byte's fifth bits, each is another group's."""
-    shifts = np.arange(PER_K_BLOCK, dtype=np.uint8)[:, None]
-    fifth = blocks[..., None, 16:48] >> shifts & 1
-    return (_k_halves(blocks) | fifth << 4).view(np.int8)
+def _k_five_bits(packed: Tensor) -> Tensor:
+    """Return the codes of Q5_K; of a byte's fifth bits, which come first, each is another group's."""
+    shifts = torch.arange(PER_K_BLOCK, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    fifth = packed[..., None, :32] >> shifts & 1
+    return (_k_halves(packed[..., 32:]) | fifth << 4).view(torch.int8)
 
 
-def _k_scales(blocks: Blocks, is_minimum: bool) -> np.ndarray:
-    """Return the six bits of a K block's scales or minima, [..., 8] float16."""
-    first, second, rest = (blocks[..., 4 + 4 * part : 8 + 4 * part] for part in range(3))
-    own, low = (second, rest >> 4) if is_minimum else (first, rest & 15)
-    return np.concatenate([own & 63, low | own >> 2 & 48], axis=-1).astype(np.float16)
+def _k_scales(packed: Tensor) -> Tensor:
+    """Return the six bits of a K block's scales, [..., 8] float16."""
+    first, _, rest = packed.split(4, dim=-1)
+    return torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=-1).half()
 
 
-def _k_six_bits(blocks: Blocks) -> np.ndarray:
+def _k_minima(packed: Tensor) -> Tensor:
+    """Return those of its minima."""
+    _, second, rest = packed.split(4, dim=-1)
+    return torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1).half()
+
+
+def _k_six_bits(packed: Tensor) -> Tensor:
     """Return the codes of Q6_K, [..., 16, 16]; each half of a block has its own bytes."""
-    shape = blocks.shape[:-1]
-    low, high = blocks[..., :128].reshape(*shape, 2, 1, 64), blocks[..., 128:192].reshape(*shape, 2, 1, 32)
-    low = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*shape, 2, 4, 32)
-    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    return (low | high << 4).view(np.int8).reshape(*shape, 16, 16)
+    low, high = packed[..., :128].unflatten(-1, (2, 1, 64)), packed[..., 128:].unflatten(-1, (2, 1, 32))
+    low = torch.cat([low & 15, low >> 4], dim=-2).flatten(-2).unflatten(-1, (4, 32))
+    high = high >> torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).unsqueeze(-1) & 3
+    return (low | high << 4).view(torch.int8).flatten(-3).unflatten(-1, (16, 16))
 
 
-HALF = Part(_of_one_group(lambda blocks: _half_at(blocks, 0)), "F16")
-MINUS_SECOND = Part(_of_one_group(lambda blocks: -_half_at(blocks, 2)), "F16")  # what is added is no minimum
+SCALE = Part(slice(0, 2), _floats, "F16")
+MINIMUM = Part(slice(2, 4), lambda packed: -_floats(packed), "F16")  # what is added is no minimum
 K_PARTS = (
-    Part(lambda blocks: _k_scales(blocks, False), "F16"),
-    Part(lambda blocks: _k_scales(blocks, True), "F16"),
-    Part(lambda blocks: np.ascontiguousarray(blocks[..., :4]).view(np.float16), "F16"),
+    Part(slice(4, 16), _k_scales, "F16"),
+    Part(slice(4, 16), _k_minima, "F16"),
+    Part(slice(0, 4), _floats, "F16"),
 )
-SCALES_OF_16 = Part(lambda blocks: blocks[..., 192:208].view(np.int8).astype(np.float16), "F16")
-BEHIND = Part(lambda blocks: np.ascontiguousarray(blocks[..., 208:]).view(np.float16), "F16")
+SCALES_OF_16 = Part(slice(192, 208), lambda packed: packed.view(torch.int8).half(), "F16")
 KINDS = {
-    "Q8_0": _kind("int8", _of_one_group(lambda blocks: blocks[..., 2:].view(np.int8)), HALF),
-    "Q5_0": _kind("int6", _five_bits_from(2, more=16), HALF),
-    "Q5_1": _kind("int6", _five_bits_from(4), HALF, MINUS_SECOND),
-    "Q4_0": _kind("int4", _halves_from(2), HALF),
-    "Q4_1": _kind("int4", _halves_from(4), HALF, MINUS_SECOND),
-    "MXFP4": _kind("e2m1", _halves_from(1), Part(_of_one_group(lambda blocks: blocks[..., 0]), "U8")),
-    "Q4_K": _kind("int4", lambda blocks: _k_halves(blocks).view(np.int8), *K_PARTS),
-    "Q5_K": _kind("int6", _k_five_bits, *K_PARTS),
-    "Q6_K": _kind("int6", _k_six_bits, SCALES_OF_16, factors=BEHIND, group=16),
+    "Q8_0": _kind("int8", _codes(2, 34, lambda packed: packed.view(torch.int8)), SCALE),
+    "Q5_0": _kind("int6", _codes(2, 22, lambda packed: _five_bits(packed) + 16), SCALE),  # they count from 32
+    "Q5_1": _kind("int6", _codes(4, 24, _five_bits), SCALE, MINIMUM),
+    "Q4_0": _kind("int4", _codes(2, 18, _halves), SCALE),
+    "Q4_1": _kind("int4", _codes(4, 20, _halves), SCALE, MINIMUM),
+    "MXFP4": _kind("e2m1", _codes(1, 17, _halves), Part(slice(0, 1), lambda packed: packed, "U8")),
+    "Q4_K": _kind("int4", _codes(16, 144, lambda packed: _k_halves(packed).view(torch.int8)), *K_PARTS),
+    "Q5_K": _kind("int6", _codes(16, 176, _k_five_bits), *K_PARTS),
+    "Q6_K": _kind("int6", _codes(0, 192, _k_six_bits), SCALES_OF_16, None, SCALE._replace(bytes=slice(208, 210)), 16),
 }
 
 
 @dataclass(frozen=True)
 class GgufPart:
     """Reads the codes of a matrix, its scales or its minima, as safetensors' slice objects read a tensor.
+
+    Or it reads blocks as they are stored, which `unpacked` takes apart on any device.
 
     name: a key of the type's parts
     """
@@ -171,17 +169,53 @@ class GgufPart:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return some; no other rows are read."""
-        rows, columns = (slice(None), slice(None)) if index is ... else index[:2]
-        blocks = self.tensor.stored_rows(rows)
-        inputs, unit = self.tensor.shape[1], max(self._covered, self.kind.group)
-        blocks = blocks.reshape(len(blocks), inputs // block_of(self.tensor.entry.type)[0], -1)
-        found = self.kind.parts[self.name].read(blocks)
+        return self.unpacked(self.stored(index), index)
+
+    def num_bytes(self, index: Any) -> int:
+        """Return how many bytes `stored` returns."""
+        rows, columns = _both(index)
+        part = self.kind.parts[self.name].bytes
+        return len(range(self.tensor.shape[0])[rows]) * len(self._blocks(columns)) * (part.stop - part.start)
+
+    def stored(self, index: Any) -> Tensor:
+        """Return the part's bytes of the blocks in which some lie, a view of the file, [rows, blocks, bytes] uint8."""
+        rows, columns = _both(index)
+        stored, blocks = self.tensor.stored_rows(rows), self._blocks(columns)
+        by_block = stored.reshape(len(stored), self.tensor.shape[1] // self._in_block, -1)
+        return torch.from_numpy(by_block[:, blocks.start : blocks.stop, self.kind.parts[self.name].bytes])
+
+    def unpacked(self, stored: Tensor, index: Any) -> Tensor:
+        """Return what some blocks have. stored: from `stored`, some rows of it, on any device; index: the same"""
+        columns = range(self.get_shape()[1])[_both(index)[1]]
+        found, first = self.kind.parts[self.name].read(stored), 0
         if self.name == FACTORS:
-            found = found.repeat(K_BLOCK // unit, axis=1)
+            found = found.repeat_interleave(self._in_block // self._covered, dim=1)
+        else:
+            found = found.flatten(1)
         if (order := self.tensor.change.columns) is not None:
-            by_unit = found.reshape(len(found), inputs // unit, -1)
-            found = by_unit[:, order.places(inputs, unit).numpy()]
-        return torch.from_numpy(np.ascontiguousarray(found)).reshape(len(found), *self.get_shape()[1:])[:, columns]
+            inputs, unit = self.tensor.shape[1], max(self._covered, self.kind.group)
+            places = order.places(inputs, unit).to(stored.device)
+            found = found.unflatten(1, (inputs // unit, -1)).index_select(1, places).flatten(1, 2)
+        else:
+            first = self._blocks(_both(index)[1]).start * self._in_block // self._covered
+        return found[:, columns.start - first : columns.stop - first]
+
+    @property
+    def _in_block(self) -> int:
+        return int(block_of(self.tensor.entry.type)[0])
+
+    def _blocks(self, columns: slice) -> range:
+        """Return the blocks in which some columns lie; all, where columns have moved."""
+        size, count = self._in_block, self.tensor.shape[1] // self._in_block
+        if self.tensor.change.columns is not None:
+            return range(count)
+        some = range(self.get_shape()[1])[columns]
+        return range(some.start * self._covered // size, -(-some.stop * self._covered // size))
+
+
+def _both(index: Any) -> tuple[slice, slice]:
+    """Return which rows and columns an index names."""
+    return (slice(None), slice(None)) if index is ... else index[:2]
 
 
 def stays_in_bits(entry: Entry, change: Change) -> bool:

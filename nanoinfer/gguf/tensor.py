@@ -98,7 +98,7 @@ class GgufTensor:
     @property
     def _stored(self) -> np.ndarray:
         entry = self.entry
-        stored = np.memmap(entry.file, np.uint8, "r", entry.offset, entry.stored)
+        stored = np.memmap(entry.file, np.uint8, "c", entry.offset, entry.stored)
         if self.number is not None:
             return stored[self.number]
         return stored.reshape(-1, stored.shape[-1]) if stored.ndim > 2 and len(self.shape) == 2 else stored

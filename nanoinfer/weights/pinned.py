@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer.process.bar import Advance, ignore
 from nanoinfer.process.interrupts import delayed_interrupt
-from nanoinfer.weights.shards import Target, Written
+from nanoinfer.weights.shards import Filled
 from nanoinfer.weights.together import write_all
 
 BUFFER_BYTES = 16 << 20
@@ -96,10 +96,10 @@ class Uploads:
         self._parts: list[Copy] = []
         self._num_bytes = self._num_staged = 0
         self._filled: set[int] = set()  # the ids of targets that are tensors
-        self._staged: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and where what fills them goes
-        self._come: list[tuple[Written, Tensor]] = []  # of these, those that have been copied there
+        self._staged: list[tuple[Filled, Tensor]] = []  # targets that are no tensors, and where what fills them goes
+        self._come: list[tuple[Filled, Tensor]] = []  # of these, those that have been copied there
 
-    def add(self, target: Target, source: Tensor) -> None:
+    def add(self, target: Tensor | Filled, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         if self._device.type == "cpu":
             target.copy_(source)

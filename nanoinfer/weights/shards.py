@@ -16,7 +16,15 @@ NUMBERS_AT_ONCE = 1 << 24  # that a format converts, so that a large tensor need
 SPREAD = 0.02  # the standard deviation of random weights
 
 
-class Written(Protocol):
+class Filled(Protocol):
+    """What a tensor fills."""
+
+    def copy_(self, values: Tensor) -> object:
+        """Write all of it, from any device and dtype."""
+        ...
+
+
+class Written(Filled, Protocol):
     """Part of a parameter that is not stored as a plain tensor; it is written as a slice of a tensor is."""
 
     @property
@@ -30,10 +38,6 @@ class Written(Protocol):
         ...
 
     def __getitem__(self, rows: slice) -> Written: ...
-
-    def copy_(self, values: Tensor) -> object:
-        """Write all of it, from any device and dtype."""
-        ...
 
     def unpacked(self) -> Tensor:
         """Return its numbers as a plain tensor."""

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import short
+from nanoinfer.gguf.blocks import GgufPart
 from nanoinfer.gguf.files import GgufFiles
 from nanoinfer.gguf.header import is_gguf
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.bitsandbytes.files import log_numbers, split
 from nanoinfer.weights.bitsandbytes.matrix import CODES, BnbMatrix
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.in_blocks import InBlocks
 from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
@@ -111,8 +113,7 @@ class FileSource:
         num_bytes = 0
         for name, tensor, file in self._tensors(_shapes(table)):
             if roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name):
-                numbers = sum(math.prod(shard.target.shape) for shard in table[name])
-                num_bytes += numbers * DTYPES[tensor.get_dtype()].itemsize
+                num_bytes += sum(_stored_bytes(tensor, shard) for shard in table[name])
         roll.check(whole=True)
         return num_bytes
 
@@ -127,7 +128,11 @@ class FileSource:
             if name in table:
                 upright = _upright(tensor, table[name][0])
                 for shard in table[name]:
-                    uploads.add(shard.target, tensor[...] if shard.takes_all else upright[shard.index])
+                    index = ... if shard.takes_all else shard.index
+                    if isinstance(tensor, GgufPart):
+                        uploads.add(InBlocks(shard.target, tensor, index), tensor.stored(index))
+                    else:
+                        uploads.add(shard.target, tensor[...] if shard.takes_all else upright[index])
                 copied.append(name)
         uploads.finish()
         return copied
@@ -163,6 +168,13 @@ class FileSource:
                 yield from ((own, part, file) for own, part in parts.items())
             elif known is not None:
                 yield known, _TurnedMatrix(tensor) if self.names.is_turned(known) else tensor, file
+
+
+def _stored_bytes(tensor: Any, shard: Shard) -> int:
+    """Return how many bytes of a tensor fill a shard's target."""
+    if isinstance(tensor, GgufPart):
+        return tensor.num_bytes(... if shard.takes_all else shard.index)
+    return math.prod(shard.target.shape) * DTYPES[tensor.get_dtype()].itemsize
 
 
 def _shapes(table: Table) -> Shapes:

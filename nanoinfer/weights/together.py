@@ -8,15 +8,15 @@ from typing import Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.shards import Written
+from nanoinfer.weights.shards import Filled
 
 BYTES_TOGETHER = 8 << 20  # of tensors that are written together: larger ones keep a GPU busy by themselves
 
 T = TypeVar("T")
 
 
-class Together(Written, Protocol):
-    """A Written that can be written together with others of its class."""
+class Together(Filled, Protocol):
+    """What can be written together with others of its class."""
 
     @property
     def likeness(self) -> Hashable:
@@ -29,9 +29,9 @@ class Together(Written, Protocol):
         ...
 
 
-def write_all(written: Iterable[tuple[Written, Tensor]]) -> None:
+def write_all(written: Iterable[tuple[Filled, Tensor]]) -> None:
     """Write targets, each with what fills it; of two that write the same place, any may come later."""
-    kinds: dict[Hashable, list[tuple[Written, Tensor]]] = {}
+    kinds: dict[Hashable, list[tuple[Filled, Tensor]]] = {}
     for number, (target, source) in enumerate(written):
         likeness = target.likeness if _is_together(target) else None
         kind: Hashable = number if likeness is None else (type(target), likeness, source.shape, source.dtype)
@@ -45,12 +45,12 @@ def write_all(written: Iterable[tuple[Written, Tensor]]) -> None:
                 targets[0].copy_(sources[0])
 
 
-def _is_together(target: Written) -> TypeGuard[Together]:
+def _is_together(target: Filled) -> TypeGuard[Together]:
     """Return whether a target is a Together; of many thousands, isinstance would take a second."""
     return hasattr(target, "copy_all")
 
 
-def _cut(alike: list[tuple[Written, Tensor]]) -> Iterator[list[tuple[Written, Tensor]]]:
+def _cut(alike: list[tuple[Filled, Tensor]]) -> Iterator[list[tuple[Filled, Tensor]]]:
     """Yield as many at a time as are to be written together."""
     count = max(BYTES_TOGETHER // max(alike[0][1].nbytes, 1), 1)
     for first in range(0, len(alike), count):
