@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.gguf.blocks import GgufPart
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Filled, Target
+from nanoinfer.weights.together import is_together
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,6 @@ class InBlocks(Filled):
     def copy_all(parts: Sequence[InBlocks], stored: Tensor) -> None:
         """Write all of several, whose likeness is one; stored: [parts, ...]"""
         first, targets = parts[0], [part.target for part in parts]
+        assert is_together(first.target)
         read = first.part.unpacked(stored.flatten(0, 1), first.index)
-        type(first.target).copy_all(targets, read.unflatten(0, (len(parts), -1)))
+        first.target.copy_all(targets, read.unflatten(0, (len(parts), -1)))

@@ -33,19 +33,19 @@ def write_all(written: Iterable[tuple[Filled, Tensor]]) -> None:
     """Write targets, each with what fills it; of two that write the same place, any may come later."""
     kinds: dict[Hashable, list[tuple[Filled, Tensor]]] = {}
     for number, (target, source) in enumerate(written):
-        likeness = target.likeness if _is_together(target) else None
+        likeness = target.likeness if is_together(target) else None
         kind: Hashable = number if likeness is None else (type(target), likeness, source.shape, source.dtype)
         kinds.setdefault(kind, []).append((target, source))
     for alike in kinds.values():
         for some in _cut(alike):
             targets, sources = zip(*some, strict=True)
-            if len(some) > 1 and _is_together(targets[0]):
+            if len(some) > 1 and is_together(targets[0]):
                 targets[0].copy_all(targets, torch.stack(sources))
             else:
                 targets[0].copy_(sources[0])
 
 
-def _is_together(target: Filled) -> TypeGuard[Together]:
+def is_together(target: object) -> TypeGuard[Together]:
     """Return whether a target is a Together; of many thousands, isinstance would take a second."""
     return hasattr(target, "copy_all")
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.experts.add_pieces import BLOCK
+from nanoinfer.kernels.add_pieces import BLOCK
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 

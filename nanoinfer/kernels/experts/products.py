@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.linear import adapted_linear
-from nanoinfer.kernels.experts.add_pieces import add_pieces
+from nanoinfer.kernels.add_pieces import add_pieces
 from nanoinfer.kernels.experts.group_tiles import group_operand_and_config
 from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanoinfer.kernels.add_pieces import add_pieces
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
-from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_config, one_wave_triton
+from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_config, has_few_tiles, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.weight import Weight
 
@@ -42,7 +43,8 @@ class GroupLinearWeight(GroupWeight, Weight):
         if len(x) == 1 and self._has_own_row_kernel(x):
             return group_row_linear(x, self, bias, activation)
         if x.is_cuda and len(x) <= MOST_TOKENS and can_multiply(x.dtype, self):
-            config = find_config(x, self, may_split and activation is None)
-            return one_wave_triton(x, self, config, bias, activation)
+            config = find_config(x, self, activation is None and (may_split or has_few_tiles(x, self)))
+            out = one_wave_triton(x, self, config, bias, activation)
+            return out if may_split or config.pieces == 1 else add_pieces(out, dtype=x.dtype)
         out = (dense_linear if x.is_cuda else cpu_linear)(x, self, bias)
         return gate_mul(out, activation) if activation else out

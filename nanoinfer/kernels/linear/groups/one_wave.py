@@ -18,6 +18,7 @@ BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 MANY = 64  # tokens; of more, several tiles read the same rows of the weight
 MAX_PIECES = {16: 6, 32: 4, 64: 4}  # by the tokens of a tile: the next kernel has to add them
 LEAST_INPUTS = 1024  # of a piece
+MOST_SHORT, SHORT = 8, 512  # pieces, and inputs of each, where blocks have factors
 
 
 def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
@@ -25,6 +26,11 @@ def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
     has_products = weight.group % BLOCK == 0 or scales_are_exact(weight, x) or is_rounded_once(weight)
     has_products = has_products or weight.blocks is not None
     return x.itemsize == 2 and weight.in_features % BLOCK == 0 and has_products and step_of(weight, x) is not None
+
+
+def has_few_tiles(x: Tensor, weight: GroupWeight) -> bool:
+    """Return whether pieces and their sum, in a launch of its own, take less time than tiles one by one."""
+    return len(x) <= MANY and cdiv(len(weight.words), 64) < num_multiprocessors(x.device)
 
 
 def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
@@ -40,8 +46,9 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     def programs(block_m: int, block_n: int) -> int:
         return cdiv(tokens, block_m) * cdiv(weight_rows, block_n)
 
-    has_zeros = weight.zeros is not None and weight.blocks is None
-    if tokens > MANY and has_zeros:
+    if weight.blocks is not None:
+        return _config_of_blocks(x, weight, may_split)
+    if tokens > MANY and weight.zeros is not None:
         if tokens > 4 * MANY and not may_split:
             return TileConfig(256, 128, warps=8, stages=3)
         block_m, together = (64, 3) if tokens <= 2 * MANY else (128, 2)
@@ -56,7 +63,7 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     tiles = programs(block_m, 64)
     is_int4 = weight.numbers == "int4"
-    if block_m < 64 and tiles > 2 * multiprocessors and not has_zeros:
+    if block_m < 64 and tiles > 2 * multiprocessors and weight.zeros is None:
         warps, stages = (4, 4) if is_int4 else (8, 5)
         return TileConfig(block_m, 128, warps=warps, stages=stages, fetched=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
@@ -66,11 +73,31 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=fetched)
 
 
-def _pieces(weight: GroupWeight, step: int, most: int) -> int:
-    """Return the largest number of equal pieces, up to `most`, of which none is too short."""
+def _config_of_blocks(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
+    """Return the configuration for a weight whose blocks have factors, measured on an H200.
+
+    More than MANY tokens have the largest tiles, which unpack each number as few times as they can.
+    """
+    tokens, rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
+    block_m = next(size for size in (16, 32, 64, 128, 256) if tokens <= size or size == 256)
+    tiles, step = cdiv(tokens, block_m) * cdiv(rows, 64), step_of(weight, x.dtype)
+    assert step is not None
+    if tokens > MANY:
+        if block_m == 256 and not may_split and tiles >= 2 * multiprocessors:
+            return TileConfig(block_m, 128, warps=8, stages=3)
+        pieces = _pieces(weight, step, 2 * multiprocessors // tiles) if may_split else 1
+        return TileConfig(block_m, 64, pieces=pieces, stages=3)
+    pieces = _pieces(weight, step, min(4 * multiprocessors // tiles, MOST_SHORT), SHORT) if may_split else 1
+    stages = 3 if pieces > 4 or block_m == 64 else 6
+    return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
+
+
+def _pieces(weight: GroupWeight, step: int, most: int, least: int = LEAST_INPUTS) -> int:
+    """Return the largest number of equal pieces, up to `most`, of at least so many inputs, which cut no block."""
     steps = cdiv(weight.in_features, step)
-    most = min(most, steps * step // LEAST_INPUTS)
-    return max((pieces for pieces in range(1, most + 1) if steps % pieces == 0), default=1)
+    most, block = min(most, steps * step // least), weight.block or step
+    fits = (pieces for pieces in range(1, most + 1) if steps % pieces == 0 and steps // pieces * step % block == 0)
+    return max(fits, default=1)
 
 
 def one_wave_triton(
@@ -92,8 +119,12 @@ def one_wave_triton(
     out = torch.empty((config.pieces, len(x), rows), dtype=out_dtype, device=x.device)
     step = step_of(weight, x.dtype)
     assert step is not None
-    is_many = len(x) > 2 * MANY and weight.zeros is not None and weight.numbers == "int4" and not in_order
-    operand = group_operand(weight, x, step, is_many or scales_come_first(weight, x.dtype))
+    if weight.blocks is None:
+        is_many = len(x) > 2 * MANY and weight.zeros is not None and weight.numbers == "int4" and not in_order
+        is_first = is_many or scales_come_first(weight, x.dtype)
+    else:
+        is_first = len(x) > MANY and not in_order
+    operand = group_operand(weight, x, step, is_first)
     stage = step * (config.block_m * x.itemsize + config.block_n * BITS[weight.numbers] // 8)
     # Unpacked, the numbers may go through shared memory.
     room, tile = shared_memory(x.device), config.block_n * step * x.itemsize

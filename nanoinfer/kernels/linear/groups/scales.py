@@ -48,14 +48,14 @@ def scale_dots(dots, sums, scales, zeros, NUMBERS: tl.constexpr, LESS: tl.conste
     """
     wide = widen(scales)
     if factors is not None:
-        wide *= _lower_half(factors)
+        wide *= lower_half(factors)
     if zeros is None:
         MIDDLE: tl.constexpr = middle_of(NUMBERS)
         return (dots if MIDDLE == LESS else dots - (MIDDLE - LESS) * sums) * wide
     elif zeros.dtype.is_floating():  # minima
         minima = zeros.to(tl.float32)
         if factors is not None:
-            minima *= _upper_half(factors)
+            minima *= upper_half(factors)
         return (dots if LESS == 0 else dots + LESS * sums) * wide - minima * sums
     else:
         return (dots - (zeros.to(tl.float32) - LESS) * sums) * wide
@@ -71,12 +71,14 @@ def load_factors(blocks_ptr, block, HAS_MINIMA: tl.constexpr, mask=None):
 
 
 @triton.jit
-def _lower_half(factors):
+def lower_half(factors):
+    """Return what multiplies the scales of blocks, float32. factors: from load_factors"""
     return factors.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _upper_half(factors):
+def upper_half(factors):
+    """Return what multiplies their minima."""
     return (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 

@@ -4,8 +4,9 @@ The weight is the left operand: a thread takes the words that it needs from shar
 registers. Integers are exact in 16 bits. Their scales multiply the float32 sum of each group, and so nothing is rounded
 but sums. Or the scales multiply the numbers: rounded as a copy of the weight would be, but exact for an e2m1.
 
-Where blocks of groups have factors, a number is rounded once when its group's scale has multiplied it. The factors
-multiply float32 sums. Their groups' minima multiply float32 sums of the tokens' vectors, behind all others.
+Where blocks of groups have factors, a number is rounded once: when its group's scale has multiplied it. The factors
+multiply float32 sums. The groups' minima multiply float32 sums of the tokens' vectors, behind all others. Of many
+tokens there are more sums than numbers. There a number is rounded once both have multiplied it, less its minimum.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import GroupWeight, Numbers, scales_are_exact
 from nanoinfer.kernels.launch import fetch, wait_for_predecessor
-from nanoinfer.kernels.linear.groups.scales import LOWERED, factors_of, readable, widen
+from nanoinfer.kernels.linear.groups.scales import (
+    LOWERED,
+    factors_of,
+    load_factors,
+    lower_half,
+    readable,
+    upper_half,
+    widen,
+)
 from nanoinfer.kernels.linear.groups.sums import SLOTS, planes_of, sum_groups
 from nanoinfer.kernels.linear.operand import Operand
 from nanoinfer.kernels.unpacking import bits_of, unpack_tile
 
 STEPS = (128, 64, 32)  # inputs; a whole number of groups.pack's blocks
+LINES_OF_SCALES = tl.constexpr(4)  # of a row, and of minima
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
 
 
@@ -115,8 +125,8 @@ def group_operand(weight: GroupWeight, x: Tensor, step: int, scales_first: bool)
     assert weight.numbers == "e2m1" or weight.scales.dtype != torch.uint8 or not scales_first  # they would be raised
     scales, zeros, group = readable(weight.scales), weight.zeros, weight.group
     blocks, block = weight.blocks, weight.block or 0
-    assert blocks is None or all(part is None or part.is_contiguous() for part in (blocks, zeros))
-    sums = sum_groups(x, group, block) if block and zeros is not None else None
+    assert blocks is None or all(part is None or part.is_contiguous() for part in (blocks, scales, zeros))
+    sums = sum_groups(x, group, block) if block and zeros is not None and not scales_first else None
     parts = GroupParts(scales, zeros, *_strides(scales), *_strides(zeros), blocks, sums)
     halves = step == 2 * group and not scales_come_first(weight, x.dtype)
     few_bits = scales.itemsize == 1 and zeros is None
@@ -154,10 +164,17 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         line = tile.begin // PER_WORD + tl.arange(0, HOW.fetched) * LINE
         fetch(row_ptrs + tl.minimum(line, row_words - 1)[None, :], EARLY)
     groups = in_features // FORM.group
+    if FORM.block > 0:  # the loop loads them a step before, from memory too late
+        ahead = tl.minimum(tile.begin // FORM.group + tl.arange(0, LINES_OF_SCALES) * (2 * LINE), groups - 1)[None, :]
+        fetch(parts.scales + n * groups + ahead, EARLY)
+        if parts.zeros is not None:
+            fetch(parts.zeros + n * groups + ahead, EARLY)
     scales = _first_groups(parts.scales, n, parts.scales_row, groups), parts.scales_group, groups
     zeros = None
     # Integers that are loaded a step before would send the numbers through shared memory, but for those of halves.
-    HAS_ZEROS: tl.constexpr = parts.zeros is not None and FORM.block == 0
+    WIDE: tl.constexpr = FORM.block > 0 and FORM.scales_first
+    HAS_MINIMA: tl.constexpr = FORM.block > 0 and parts.zeros is not None
+    HAS_ZEROS: tl.constexpr = parts.zeros is not None and (WIDE or not HAS_MINIMA)
     AHEAD: tl.constexpr = HAS_ZEROS and (HALVES or parts.zeros.dtype.element_ty.is_floating())
     if HAS_ZEROS:
         zeros = _first_groups(parts.zeros, n, parts.zeros_row, groups), parts.zeros_group, groups
@@ -165,8 +182,8 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
     if AHEAD:
         next_zero = _load_groups(zeros, tile.begin, FORM, K)
     if FORM.block > 0:
-        factor_ptrs = _factors_of_blocks(parts, n, in_features, FORM)
-        next_factor = tl.load(factor_ptrs + tile.begin // FORM.block * _per_block(parts))
+        first_block = n * (in_features // FORM.block)
+        next_factor = load_factors(parts.blocks, first_block + tile.begin // FORM.block, HAS_MINIMA)
     wait_for_predecessor(EARLY)
 
     k, word = tl.arange(0, SPAN), tl.arange(0, K // PER_WORD)
@@ -194,7 +211,7 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         factor = None
         if FORM.block > 0:
             following = tl.minimum(start + K, in_features - K) // FORM.block
-            factor, next_factor = next_factor, tl.load(factor_ptrs + following * _per_block(parts))
+            factor, next_factor = next_factor, load_factors(parts.blocks, first_block + following, HAS_MINIMA)
         SCALE: tl.constexpr = parts.scales.dtype.element_ty
         if HALVES:
             first_scales, second_scales = _halve(now, SCALE)
@@ -206,24 +223,14 @@ def _add_products(x_ptr, words_ptr, product, tile, room, HOW: tl.constexpr, EARL
         else:
             if FORM.paired and HAS_ZEROS:
                 zero = _apart(zero, parts.zeros.dtype.element_ty)
-            acc = _add_group(acc, words, x, _apart(now, SCALE) if FORM.paired else now, zero, factor, HOW)
+            if FORM.paired:
+                now = _apart(now, SCALE)
+            acc = _add_group(acc, words, x, now, zero, factor, HOW)
     if FORM.scales_first and parts.scales.dtype.element_ty == tl.uint8:
         acc *= LOWERED
     if parts.sums is not None:
         acc = _subtract_minima(acc, parts, n, tile, in_features, HOW)
     return acc, acc
-
-
-@triton.jit
-def _per_block(parts):
-    """Return how many factors a block has."""
-    return 1 if parts.zeros is None else 2
-
-
-@triton.jit
-def _factors_of_blocks(parts, n, in_features, FORM: tl.constexpr):
-    """Return pointers to the factors of the scales in each row's first block, [rows, 1]."""
-    return parts.blocks + n * (in_features // FORM.block * _per_block(parts))
 
 
 @triton.jit
@@ -236,7 +243,7 @@ def _subtract_minima(acc, parts, n, tile, in_features, HOW: tl.constexpr):
     blocks = in_features // FORM.block
     groups = in_features // FORM.group
     slot = tl.arange(0, SLOTS)
-    factor_ptrs = _factors_of_blocks(parts, n, in_features, FORM) + 1
+    first_block = n * blocks
     sums_ptrs = parts.sums + tile.sources.to(tl.int64)[:, None] * (blocks * PLANES * SLOTS) + slot[None, :]
     for first in range(tile.begin // FORM.block, tile.stop // FORM.block, BLOCKS):
         group = first * PER_BLOCK + slot
@@ -249,7 +256,7 @@ def _subtract_minima(acc, parts, n, tile, in_features, HOW: tl.constexpr):
                 ptrs = sums_ptrs + (block * PLANES + plane) * SLOTS
                 sums = tl.load(ptrs, mask=exists[:, None], other=0.0)
                 of_block = tl.dot(minima.to(sums.dtype), tl.trans(sums), of_block, input_precision="ieee")
-            acc += of_block * -tl.load(factor_ptrs + tl.minimum(block, blocks - 1) * 2).to(tl.float32)
+            acc += of_block * -upper_half(load_factors(parts.blocks, first_block + tl.minimum(block, blocks - 1), True))
     return acc
 
 
@@ -286,13 +293,19 @@ def _add_group(acc, words, x, scales, zeros, factor, HOW: tl.constexpr):
     spread_zeros = zeros
     if zeros is not None:
         spread_zeros = _spread(zeros.to(tl.float32 if HAS_MINIMA else tl.int32), WORDS, HALF)
-    if FORM.block > 0:
+    if FORM.block > 0 and not FORM.scales_first:
         factors = _spread(factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
         weight = unpack_tile(words, None, factors, NUMBERS, x.dtype, FORM.native, False, HOW.form.from_0)
-        return acc + tl.dot(weight, tl.trans(x), input_precision="ieee") * factor.to(tl.float32)
+        return acc + tl.dot(weight, tl.trans(x), input_precision="ieee") * lower_half(factor)
     elif FORM.scales_first:
-        IS_WIDE: tl.constexpr = HAS_MINIMA or (scales.dtype == tl.float32 and NUMBERS != "e2m1")
+        IS_WIDE: tl.constexpr = HAS_MINIMA or FORM.block > 0 or (scales.dtype == tl.float32 and NUMBERS != "e2m1")
         factors = _spread(widen(scales) if IS_WIDE else factors_of(scales, x.dtype, FORM.native), WORDS, HALF)
+        if FORM.block > 0:
+            lower = _spread(_repeat(lower_half(factor), scales.shape[1]), WORDS, HALF)
+            factors = factors[0] * lower[0], factors[1] * lower[1]
+            if HAS_MINIMA:
+                upper = _spread(_repeat(upper_half(factor), scales.shape[1]), WORDS, HALF)
+                spread_zeros = spread_zeros[0] * upper[0], spread_zeros[1] * upper[1]
         IS_RAISED: tl.constexpr = scales.dtype == tl.uint8
         weight = unpack_tile(words, spread_zeros, factors, NUMBERS, x.dtype, FORM.native, IS_RAISED)
         return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
@@ -350,6 +363,15 @@ def _apart(pairs, DTYPE: tl.constexpr):
     """Return the scales of pairs one by one, [rows, pairs] to [rows, groups]."""
     first, second = _halve(pairs, DTYPE)
     return tl.reshape(tl.join(first, second), [pairs.shape[0], 2 * pairs.shape[1]])
+
+
+@triton.jit
+def _repeat(factor, COUNT: tl.constexpr):
+    if COUNT == 1:
+        return factor
+    else:
+        half = _repeat(factor, COUNT // 2)
+        return tl.reshape(tl.join(half, half), [factor.shape[0], COUNT])
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""The sum of a token's weighted results of its experts."""
+"""The sum of the pieces of a product, or of a token's weighted results of its experts."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,13 +12,16 @@ from nanoinfer.kernels.launch import cdiv, launch_options, wait_for_predecessor
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
-def add_pieces(pieces: Tensor, experts: Tensor | None = None, num_experts: int = 0) -> Tensor:
+def add_pieces(
+    pieces: Tensor, experts: Tensor | None = None, num_experts: int = 0, dtype: torch.dtype | None = None
+) -> Tensor:
     """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order.
 
+    dtype: of the sums; None: that of the pieces
     experts: [tokens, pieces] int32, whose each piece is; those from num_experts on are left out; None: all are added
     """
     count, tokens, size = pieces.shape
-    out = pieces.new_empty(tokens, size)
+    out = pieces.new_empty(tokens, size, dtype=dtype)
     grid = (tokens, cdiv(size, BLOCK))
     numbers = tokens * size, size, num_experts
     _add_pieces_kernel[grid](pieces, experts, out, *numbers, PIECES=count, BLOCK=BLOCK, **launch_options(pieces))
