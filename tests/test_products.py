@@ -17,6 +17,9 @@ from cases.weights import (
     INT4,
     MXFP4,
     NVFP4,
+    Q4_K,
+    Q5_K,
+    Q6_K,
     SMALL_GROUPS,
     Block,
     Form,
@@ -43,7 +46,7 @@ from nanoinfer.kernels.fp8 import (
 )
 from nanoinfer.kernels.groups import LARGEST_POWER, GroupWeight, dequantize_reference
 from nanoinfer.kernels.launch import is_recording, recording
-from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul_triton
+from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8 import linear as fp8
@@ -54,11 +57,12 @@ from nanoinfer.kernels.linear.groups.one_wave import one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.groups.tiles import group_operand
 from nanoinfer.kernels.linear.in_order.order import Grouping
+from nanoinfer.kernels.linear.joined import JoinedWeight
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton, norm_add_norm_reference, normalize_reference
 
-of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4, 10, 12), ids=str)
+of_groupings = pytest.mark.parametrize("form", of_each_kind(zip(GROUPINGS), 0, 1, 2, 3, 4, 10, 12, 14, 16), ids=str)
 of_all_groupings = pytest.mark.parametrize("form", [*GROUPINGS, *SMALL_GROUPS], ids=str)
 LOW: Block = (8, 128)
 WAYS = [(False, True), (True, True), (True, False)]  # whether a product may be in pieces, and whether blocks are copied
@@ -136,7 +140,7 @@ class TestTokensInFp8:
     ("form", "activation"),
     [
         *product([*BLOCKS, LOW], [None, "silu"]),
-        *of_each_kind(product(GROUPINGS, ["silu", None]), 0, 2, 4, 6, 8, 20, 22, 24),
+        *of_each_kind(product(GROUPINGS, ["silu", None]), 0, 2, 4, 6, 8, 20, 22, 24, 28, 32),
     ],
     ids=str,
 )
@@ -206,6 +210,30 @@ def test_several_tokens_in_groups(
     assert_near(out, expected(x, weight, bias, activation), most)
 
 
+@pytest.mark.parametrize("tokens", [9, 70])  # of more than 64, scales and minima multiply numbers, not sums
+@pytest.mark.parametrize("form", [Q4_K, Q5_K._replace(block=128), Q6_K], ids=str)
+def test_blocks_with_factors(form: Grouping, tokens: int) -> None:
+    """Each of three pieces has a block, or two; 48 rows fill no tile."""
+    weight, bias, x = draw(form, 48, 768), randn(48, dtype=DTYPE), randn(tokens, 768, dtype=DTYPE)
+    for pieces in (1, 3):
+        config = TileConfig(16 if tokens < 16 else 128, 64, pieces=pieces)
+        out = one_wave_triton(x, weight, config, bias)
+        assert_near(out if pieces == 1 else out.sum(0), expected(x, weight, bias), most_error(weight))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_one_token_with_weights_side_by_side(activation: Activation | None) -> None:
+    weights = [draw(form, rows, 256) for form, rows in ((Q4_K, 40), (Q6_K, 24), (None, 16))]
+    bias, x, norm = randn(80, dtype=DTYPE), randn(1, 256, dtype=DTYPE), norm_of(256)
+    row = JoinedWeight(weights).for_row(x, alone=False)
+    assert row is not None
+    out, total = one_row_norm_linear(x, 300 * x, norm, row, bias, activation)
+    normed = normalize_reference(total, norm).double()
+    reference = normed @ torch.cat([matrix_of(weight) for weight in weights]).T + bias.double()
+    reference = gate_mul_reference(reference, activation) if activation else reference
+    assert_near(out, reference, 2 * most_error(weights[0]))
+
+
 @pytest.mark.parametrize(("size", "inputs"), [(96, 288), (0, 352)])
 def test_groups_that_are_no_power_of_two(size: int, inputs: int) -> None:
     weight, x = draw(INT4._replace(size=size, scales=torch.float16), 64, inputs), randn(3, inputs, dtype=DTYPE)
@@ -249,7 +277,7 @@ class TestEveryWay:
         [
             *((form, 384) for form in SMALL_GROUPS),  # which have a dense copy
             (INT4._replace(size=0, scales=torch.float16), 71),
-            *of_each_kind(product(GROUPINGS, [384]), 0, 1, 2, 3, 4, 10, 11, 12),
+            *of_each_kind(product(GROUPINGS, [384]), 0, 1, 2, 3, 4, 10, 11, 12, 14, 16),
         ],
         ids=str,
     )

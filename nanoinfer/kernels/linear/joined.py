@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
+from nanoinfer.kernels.linear.dispatch import AnyWeight, PlainWeight, linear
+from nanoinfer.kernels.linear.one_row import SideBySide
 from nanoinfer.kernels.linear.weight import Weight
 
 
@@ -17,6 +18,12 @@ class JoinedWeight(Weight):
 
     def __init__(self, weights: Sequence[AnyWeight]) -> None:
         self._weights = weights
+
+    def for_row(self, x: Tensor, alone: bool) -> SideBySide | None:
+        """Return the weights as linear.one_row multiplies them, side by side, with what comes before."""
+        own = (PlainWeight(weight) if isinstance(weight, Tensor) else weight for weight in self._weights)
+        rows = [row for weight in own if (row := weight.for_row(x, alone=False)) is not None]
+        return SideBySide(tuple(rows)) if len(rows) == len(self._weights) else None
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, may_split: bool = False

@@ -40,6 +40,7 @@ from nanoinfer.kernels.linear.activation import (
     AnyActivation,
     Function,
     activate_block,
+    gate_mul,
     gate_mul_block,
     gated_row,
     split_activation,
@@ -51,7 +52,14 @@ from nanoinfer.kernels.linear.plain import load_bias, plain_row
 from nanoinfer.kernels.norm.norm import Form, Norm, load_norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
-OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight | RowOperand
+
+class SideBySide(NamedTuple):
+    """Weights of one input, whose outputs lie side by side. Each takes a launch of its own."""
+
+    weights: tuple[OneRowWeight, ...]
+
+
+OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight | RowOperand | SideBySide
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
 SHORT_ROW = 2048  # numbers of 16 bits: up to here, half as many warps wait less for each other (measured on an H200)
@@ -121,7 +129,12 @@ def _launch(
     normed: Tensor | None = None,
     of_row: RowAdapter | None = None,
     experts: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """out: is filled and returned; None: a new tensor is"""
+    if isinstance(weight, SideBySide):
+        assert not any(part is not None for part in (lane, normed, of_row, experts))
+        return _launch_each(x, weight, bias, activation, residual, total, norm, post)
     assert of_row is None or lane is None
     assert x.is_contiguous()
     count = 1 if experts is None else experts.numel()
@@ -129,7 +142,8 @@ def _launch(
     weight_rows, in_features, numbers = operand.rows, operand.in_features, operand.parts.numbers
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
     gates, after = split_activation(activation)
-    out = torch.empty((count, weight_rows // 2 if gates else weight_rows), dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty((count, weight_rows // 2 if gates else weight_rows), dtype=dtype, device=x.device)
     block_k = next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = operand.programs
     is_plain = operand.load_scales is None and numbers.itemsize == 2
@@ -186,8 +200,30 @@ def _launch(
     return out
 
 
+def _launch_each(
+    x: Tensor,
+    side_by_side: SideBySide,
+    bias: Tensor | None,
+    activation: AnyActivation | None,
+    residual: Tensor | None,
+    total: Tensor | None,
+    norm: Norm | None,
+    post: Norm | None,
+) -> Tensor:
+    """Launch for each weight; all of them write the same total. A weight may have gates, and another their ups."""
+    gates, _ = split_activation(activation)
+    operands = [row_operand(weight, x.dtype) for weight in side_by_side.weights]
+    sizes = [operand.rows for operand in operands]
+    out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    for operand, own, some in zip(operands, biases, out.split(sizes, dim=1), strict=True):
+        _launch(x, operand, own, None if gates else activation, residual, total, norm, post, out=some)
+    return out if gates is None else gate_mul(out, gates)
+
+
 def row_operand(weight: OneRowWeight, dtype: torch.dtype) -> RowOperand:
     """Return the operand of a weight, or of experts' weights. dtype: of the token's vector"""
+    assert not isinstance(weight, SideBySide)
     if isinstance(weight, RowOperand):
         return weight
     if isinstance(weight, GroupWeight):

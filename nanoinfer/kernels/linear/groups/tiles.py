@@ -245,12 +245,13 @@ def _subtract_minima(acc, parts, n, tile, in_features, HOW: tl.constexpr):
     slot = tl.arange(0, SLOTS)
     first_block = n * blocks
     sums_ptrs = parts.sums + tile.sources.to(tl.int64)[:, None] * (blocks * PLANES * SLOTS) + slot[None, :]
-    for first in range(tile.begin // FORM.block, tile.stop // FORM.block, BLOCKS):
+    begin, end = tile.begin // FORM.block, tile.stop // FORM.block
+    for first in range(begin // BLOCKS * BLOCKS, end, BLOCKS):  # see sum_groups for the slots of a block
         group = first * PER_BLOCK + slot
         minima = tl.load(parts.zeros + n * groups + group[None, :], mask=(group < groups)[None, :], other=0.0)
         for number in tl.static_range(BLOCKS):
             block = first + number
-            exists = tile.exists & (block < tile.stop // FORM.block)
+            exists = tile.exists & (block >= begin) & (block < end)
             of_block = tl.zeros_like(acc)
             for plane in tl.static_range(PLANES):
                 ptrs = sums_ptrs + (block * PLANES + plane) * SLOTS
