@@ -75,7 +75,8 @@ def group_row(weight: GroupWeight, dtype: torch.dtype) -> RowOperand:
     form = GroupRowForm(weight.numbers, weight.group, native, zeros is not None, (weight.block or 0) // weight.group)
     block_k = next_power_of_2(weight.in_features)
     row = block_k * BITS[weight.numbers] // 8  # bytes
-    rows = max(TILE // row, 2)
+    takes_registers = weight.blocks is not None or weight.numbers in BITSANDBYTES
+    rows = max(TILE // (2 * row if takes_registers else row), 2)
     is_small = rows * row <= TILE and block_k <= LONG
     programs = (rows, BYTES_PER_SM // TILE, 4) if is_small else (rows, 2, 8)
     functions = _load_tile, _load_scales, _prepare, _multiply
