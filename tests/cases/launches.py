@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from decoder_rows import launch_row
@@ -109,16 +109,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The form of a GroupWeight. group: 0: all of a row"""
+    """The form of a GroupWeight. group: 0: all of a row; block: inputs whose scales have a factor; 0: none have"""
 
     numbers: Numbers
     group: int
     scales: torch.dtype | None = None  # None: the tokens'
     zeros: torch.dtype | None = None  # of a floating type: minima
     factors: bool = False
+    block: int = 0
 
-    def parts(self, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the tensors of weights of a shape, [..., rows, inputs]; dtype: the tokens'"""
+    def parts(self, dtype: torch.dtype, *shape: int) -> tuple[Any, ...]:
+        """Return a GroupWeight's fields for a shape, [..., rows, inputs]; dtype: the tokens'"""
         *rows, inputs = shape
         groups = inputs // (self.group or inputs)
         return (
@@ -126,13 +127,16 @@ class Grouping:
             empty(*rows, groups, dtype=self.scales or dtype),
             empty(*rows, groups, dtype=self.zeros) if self.zeros else None,
             empty(*rows) if self.factors else None,
+            self.numbers,
+            inputs,
+            empty(*rows, inputs // self.block, 2 if self.zeros else 1, dtype=FP16) if self.block else None,
         )
 
     def experts(self, dtype: torch.dtype, *shape: int) -> GroupWeight:
-        return GroupWeight(*self.parts(dtype, *shape), self.numbers, shape[-1])
+        return GroupWeight(*self.parts(dtype, *shape))
 
     def linear(self, dtype: torch.dtype, *shape: int) -> GroupLinearWeight:
-        return GroupLinearWeight(*self.parts(dtype, *shape), self.numbers, shape[-1])
+        return GroupLinearWeight(*self.parts(dtype, *shape))
 
 
 GROUPINGS = {
@@ -145,9 +149,10 @@ GROUPINGS = {
     "mxfp4": Grouping("e2m1", 32, torch.uint8),
     "nf4": Grouping("nf4", 64, FP32),
     "fp4": Grouping("fp4", 64, FP32),
-    "q4_k": Grouping("int4", 32, FP32, zeros=FP32),
-    "q5_1": Grouping("int8", 32, FP16, zeros=FP16),
-    "q6_k": Grouping("int8", 16, FP32),
+    "q4_k": Grouping("int4", 32, BF16, zeros=BF16, block=256),
+    "q5_k": Grouping("int6", 32, BF16, zeros=BF16, block=256),
+    "q5_1": Grouping("int6", 32, FP16, zeros=FP16),
+    "q6_k": Grouping("int6", 16, BF16, block=256),
 }
 
 

@@ -186,9 +186,11 @@ def _expert_row_kernel(
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
         wide = _with_factors(scales, factors_ptr, first_row, this_tile, has_unit, weight_rows, BLOCK_N, FIRST)
-        of_blocks = _load_blocks(
-            blocks_ptr, place, this_tile, has_unit, groups, weight_rows, ZEROS, PER_BLOCK, BLOCK_N, GATED
-        )
+        of_blocks = None
+        if PER_BLOCK > 0:
+            of_blocks = _load_blocks(
+                blocks_ptr, place, this_tile, has_unit, groups, weight_rows, ZEROS, PER_BLOCK, BLOCK_N, GATED
+            )
         dots = multiply_words(tile, places, sums, wide, zeros, of_blocks, NUMBERS, HALVES, NATIVE)
         scales = _load_rows(scales_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
         if ZEROS:
@@ -199,9 +201,19 @@ def _expert_row_kernel(
             wide = _with_factors(
                 rest_scales, factors_ptr, rest_row, this_tile, has_rest_unit, weight_rows, BLOCK_N, FIRST
             )
-            of_blocks = _load_blocks(
-                blocks_ptr, rest_place, this_tile, has_rest_unit, groups, weight_rows, ZEROS, PER_BLOCK, BLOCK_N, GATED
-            )
+            if PER_BLOCK > 0:
+                of_blocks = _load_blocks(
+                    blocks_ptr,
+                    rest_place,
+                    this_tile,
+                    has_rest_unit,
+                    groups,
+                    weight_rows,
+                    ZEROS,
+                    PER_BLOCK,
+                    BLOCK_N,
+                    GATED,
+                )
             dots += multiply_words(rest, rest_places, rest_sums, wide, rest_zeros, of_blocks, NUMBERS, HALVES, NATIVE)
             rest_scales = _load_rows(
                 scales_ptr + rest_place, next_tile, has_rest_unit, groups, weight_rows, BLOCK_N, GATED
@@ -304,12 +316,9 @@ def _load_blocks(
     BLOCK_N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Load the factors of the groups' blocks, [BLOCK_N, groups], as scales.load_factors does; None: there are none."""
-    if PER_BLOCK == 0:
-        return None
-    else:
-        ptrs = blocks_ptr.to(tl.pointer_type(tl.int32 if ZEROS else tl.int16)) + place // PER_BLOCK
-        return _load_rows(ptrs, tile, inside, groups // PER_BLOCK, weight_rows, BLOCK_N, GATED)
+    """Load the factors of the groups' blocks, [BLOCK_N, groups], as scales.load_factors does."""
+    ptrs = blocks_ptr.to(tl.pointer_type(tl.int32 if ZEROS else tl.int16)) + place // PER_BLOCK
+    return _load_rows(ptrs, tile, inside, groups // PER_BLOCK, weight_rows, BLOCK_N, GATED)
 
 
 @triton.jit

@@ -147,7 +147,6 @@ def _launch(
     block_k = next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = operand.programs
     is_plain = operand.load_scales is None and numbers.itemsize == 2
-    is_grouped = numbers.dtype == torch.int32
     if is_plain and block_k <= SHORT_ROW and of_row is None and lane is None and experts is None:
         warps //= 2
     most = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
@@ -193,8 +192,8 @@ def _launch(
             else None,
         ),
         num_warps=warps,
-        # With an adapter or groups, programs would take more registers than let all of them run at once.
-        maxnreg=REGISTERS // (per_multiprocessor * warps) if (of_row and is_plain) or is_grouped else None,
+        # With an adapter, programs take more registers than those without, which all run at once.
+        maxnreg=REGISTERS // (per_multiprocessor * warps) if of_row and is_plain else None,
         **launch_options(x),
     )
     return out

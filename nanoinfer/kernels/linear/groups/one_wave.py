@@ -18,6 +18,7 @@ BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 MANY = 64  # tokens; of more, several tiles read the same rows of the weight
 MAX_PIECES = {16: 6, 32: 4, 64: 4}  # by the tokens of a tile: the next kernel has to add them
 LEAST_INPUTS = 1024  # of a piece
+IN_SUMS = 32  # tokens, up to which minima multiply sums of their vectors; of more there are too many sums
 MOST_SHORT, SHORT = 8, 512  # pieces, and inputs of each, where blocks have factors
 
 
@@ -46,7 +47,7 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
     def programs(block_m: int, block_n: int) -> int:
         return cdiv(tokens, block_m) * cdiv(weight_rows, block_n)
 
-    if weight.blocks is not None:
+    if weight.blocks is not None and tokens <= MANY:
         return _config_of_blocks(x, weight, may_split)
     if tokens > MANY and weight.zeros is not None:
         if tokens > 4 * MANY and not may_split:
@@ -74,20 +75,12 @@ def find_config(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
 
 
 def _config_of_blocks(x: Tensor, weight: GroupWeight, may_split: bool) -> TileConfig:
-    """Return the configuration for a weight whose blocks have factors, measured on an H200.
-
-    More than MANY tokens have the largest tiles, which unpack each number as few times as they can.
-    """
-    tokens, rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
-    block_m = next(size for size in (16, 32, 64, 128, 256) if tokens <= size or size == 256)
-    tiles, step = cdiv(tokens, block_m) * cdiv(rows, 64), step_of(weight, x.dtype)
+    """Return the configuration for up to MANY tokens and a weight whose blocks have factors, measured on an H200."""
+    block_m, step = next(size for size in (16, 32, 64) if len(x) <= size), step_of(weight, x.dtype)
+    tiles = cdiv(len(weight.words), 64)
     assert step is not None
-    if tokens > MANY:
-        if block_m == 256 and not may_split and tiles >= 2 * multiprocessors:
-            return TileConfig(block_m, 128, warps=8, stages=3)
-        pieces = _pieces(weight, step, 2 * multiprocessors // tiles) if may_split else 1
-        return TileConfig(block_m, 64, pieces=pieces, stages=3)
-    pieces = _pieces(weight, step, min(4 * multiprocessors // tiles, MOST_SHORT), SHORT) if may_split else 1
+    most = min(4 * num_multiprocessors(x.device) // tiles, MOST_SHORT)
+    pieces = _pieces(weight, step, most, SHORT) if may_split else 1
     stages = 3 if pieces > 4 or block_m == 64 else 6
     return TileConfig(block_m, 64, pieces=pieces, stages=stages, fetched=2 if pieces == 1 else 0)
 
@@ -123,7 +116,7 @@ def one_wave_triton(
         is_many = len(x) > 2 * MANY and weight.zeros is not None and weight.numbers == "int4" and not in_order
         is_first = is_many or scales_come_first(weight, x.dtype)
     else:
-        is_first = len(x) > MANY and not in_order
+        is_first = not in_order and (len(x) > IN_SUMS if weight.has_minima else IN_SUMS < len(x) <= MANY)
     operand = group_operand(weight, x, step, is_first)
     stage = step * (config.block_m * x.itemsize + config.block_n * BITS[weight.numbers] // 8)
     # Unpacked, the numbers may go through shared memory.
