@@ -85,6 +85,26 @@ class Header:
             )
         return value
 
+    def largest(self, key: str, default: int) -> int:
+        """Return the architecture's own count, or the largest of those of its layers."""
+        value = self.get(key, default)
+        return max(value) if isinstance(value, list) else int(value)
+
+    def tensor(self, name: str) -> Entry:
+        """Return where a tensor lies; raises ValueError if the file lacks it."""
+        if name not in self.entries:
+            raise ValueError(f"{self.path}: has no tensor {name}, so it is no language model that nanoinfer knows")
+        return self.entries[name]
+
+    def has(self, part: str) -> bool:
+        """Return whether a layer has a tensor of this name."""
+        return any(name.startswith("blk.") and name.endswith(f".{part}") for name in self.entries)
+
+    def first(self, part: str) -> Entry | None:
+        """Return the first layer's tensor of this name; None: no layer has one."""
+        found = (entry for name, entry in self.entries.items() if name.startswith("blk.") and name.endswith(f".{part}"))
+        return min(found, key=lambda entry: int(entry.name.split(".")[1]), default=None)
+
 
 def layers_of(header: Header) -> int:
     """Return how many layers the model has; those behind them guess the tokens after the next one."""

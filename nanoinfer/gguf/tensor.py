@@ -57,14 +57,21 @@ UNCHANGED = Change()
 class GgufTensor:
     """A tensor, or one expert's matrix of a stack.
 
-    shape: as the checkpoint has it, which may differ from the file's by dimensions of one
+    shape: as the checkpoint has it, which may differ from the file's by dimensions of one, or be flat
     number: of the expert; None: all
+    half: of its rows, where a stack has gates above ups; None: both
     """
 
     entry: Entry
     shape: tuple[int, ...]
     change: Change = UNCHANGED
     number: int | None = None
+    half: int | None = None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Where it lies in the file."""
+        return [self.entry]
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -77,19 +84,21 @@ class GgufTensor:
     def __getitem__(self, index: Any) -> Tensor:
         """Return some of the numbers; of a matrix, no other rows are read."""
         index = (slice(None),) if index is ... else index if isinstance(index, tuple) else (index,)
-        stored, order = self._stored, self.change.rows
-        if stored.ndim == 1:
-            numbers = self._numbers(stored)
-            return (numbers if order is None else numbers[order.places(len(numbers))]).reshape(self.shape)[index]
+        order = self.change.rows
+        if len(self.shape) == 1:
+            numbers = self._numbers(self._stored).flatten()
+            return (numbers if order is None else numbers[order.places(len(numbers))])[index]
         numbers = self._numbers(self.stored_rows(index[0]))
         if self.change.columns is not None:
             numbers = numbers[:, self.change.columns.places(numbers.shape[1])]
         return numbers.reshape(-1, *self.shape[1:])[:, *index[1:]]
 
-    def stored_rows(self, rows: slice) -> np.ndarray:
-        """Return the bytes of some of the checkpoint's rows."""
+    def stored_rows(self, rows: slice | Tensor) -> np.ndarray:
+        """Return the bytes of some of the checkpoint's rows: of a slice, or of their numbers."""
         stored, order = self._stored, self.change.rows
-        return stored[rows] if order is None else np.asarray(stored[order.places(len(stored))[rows].numpy()])
+        if order is not None:
+            rows = order.places(len(stored))[rows]
+        return np.asarray(stored[rows.numpy() if isinstance(rows, Tensor) else rows])
 
     @property
     def _changes_numbers(self) -> bool:
@@ -100,7 +109,8 @@ class GgufTensor:
         entry = self.entry
         stored = np.memmap(entry.file, np.uint8, "c", entry.offset, entry.stored)
         if self.number is not None:
-            return stored[self.number]
+            of_expert = stored[self.number]
+            return of_expert if self.half is None else of_expert.reshape(2, -1, of_expert.shape[-1])[self.half]
         return stored.reshape(-1, stored.shape[-1]) if stored.ndim > 2 and len(self.shape) == 2 else stored
 
     def _numbers(self, stored: np.ndarray) -> Tensor:
@@ -114,6 +124,7 @@ class GgufTensor:
             return numbers.float().neg().log()
         return numbers.float() - self.change.more if self.change.more else numbers
 
-    def of_expert(self, number: int) -> GgufTensor:
-        """Return one expert's matrix of a stack."""
-        return replace(self, number=number, shape=self.entry.shape[1:])
+    def of_expert(self, number: int, half: int | None = None) -> GgufTensor:
+        """Return one expert's matrix of a stack, or half of it."""
+        _, rows, *columns = self.entry.shape
+        return replace(self, number=number, half=half, shape=(rows if half is None else rows // 2, *columns))

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL, SPLIT = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+NONE = "no_vocab"
 KNOWN = ("gpt2", "gpt-2", "default", "smollm")  # splits that are GPT-2's
 
 
 def has_tokenizer_inside(path: str) -> bool:
     """Whether a file's metadata have a vocabulary."""
-    return isinstance(read_header(path).metadata.get(MODEL), str)
+    return read_header(path).metadata.get(MODEL, NONE) != NONE
 
 
 def load_tokenizer_of(path: str) -> PreTrainedTokenizerBase:

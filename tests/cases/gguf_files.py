@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cases.gguf_layouts import EXPERT, apart, together
+from cases.gguf_metadata import metadata_of, rotations_of
+
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -23,34 +26,37 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "cohere": "command-r",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "gemma4_text": "gemma4",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "qwen3_next": "qwen3next",
 }
-IN_PAIRS = ("llama", "granite")
+MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+IN_PAIRS = ("arcee", "llama", "granite", "granitemoe", "mistral3", "smollm3", *MAMBA)
 TILED = ("qwen35", "qwen35moe")
-NORMS_MORE = ("gemma", "gemma2", "gemma3", "nemotron", *TILED)
-STACKS = ".experts.gate_up_proj", ".experts.down_proj"
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
-SETTINGS = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon",
-    "sliding_window": "attention.sliding_window",
-    "num_experts": "expert_count",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
+LAYERS = 8  # more than any case has
+SPELLED = (
+    (r"\.dt_bias$", ".dt_proj.bias"),
+    (r"e_score_correction_bias$", "e_score_correction.bias"),
+    (r"\.expert_bias$", ".expert_bias.bias"),
+    (r"(sinks|layer_scalar)$", r"\1.weight"),
+    (r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1"),
+    (r"^backbone(\.layers\.\d+)\.mixer\.experts\.", r"model\1.mlp.experts."),
+)
+NORMS_MORE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", *TILED)
 Types = Callable[[str, tuple[int, ...]], str]  # of tensors' names in the file, and their shapes
 
 
@@ -60,45 +66,45 @@ def plain(name: str, shape: tuple[int, ...]) -> str:
 
 
 def write_gguf(
-    folder: Path, file: Path, types: Types = plain, metadata: Mapping[str, Any] | None = None, split: int = 0
+    folder: Path,
+    file: Path,
+    types: Types = plain,
+    metadata: Mapping[str, Any] | None = None,
+    split: int = 0,
+    architecture: str | None = None,
 ) -> None:
     """Write a folder's checkpoint to a file. The folder then has what the file stands for.
 
     types: of the tensors; metadata: further ones, or others, without the architecture before their names
     split: so many tensors in each of several files; 0: all in one
+    architecture: what the file calls it; None: as the config's model_type
     """
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in {**metadata_of(config), **(metadata or {})}.items():
         add(writer, key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}", value)
     for name, numbers in rotations_of(config).items():
         writer.add_tensor(name, numbers.numpy().astype(np.float32))
-    stands_for = dict(weights)
-    weights = one_by_one(weights)
-    for name, members in stored_names(architecture, config["num_hidden_layers"], weights).items():
-        changed = [change(weights[member], name, architecture, config) for member in members]
+    parts = apart(weights, config)
+    found: dict[str, Tensor] = {}
+    for name, members in stored_names(architecture, parts).items():
+        changed = [change(parts[member], name, architecture, config) for member in members]
         stacked = torch.stack(changed) if EXPERT.search(members[0]) else changed[0]
         kind = gguf.GGMLQuantizationType[types(name, tuple(stacked.shape))]
-        blocks = make_blocks(stacked.numpy(), kind)
+        blocks = make_blocks(stacked.contiguous().numpy(), kind)
         writer.add_tensor(name, blocks, raw_dtype=kind)
         numbers = torch.from_numpy(np.array(gguf.dequantize(blocks, kind))).reshape(stacked.shape)
         back = numbers.unbind() if EXPERT.search(members[0]) else [numbers]
-        assert kind == gguf.GGMLQuantizationType.F32 or members[0] in stands_for, "a stack stays as it is"
         for member, one in zip(members, back, strict=True):
-            if member not in stands_for:
-                continue
-            stands_for[member] = change_back(one, name, architecture, config, weights[member].shape)
+            found[member] = change_back(one, name, architecture, config, parts[member].shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in stands_for.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    stands_for = {name: tensor.contiguous() for name, tensor in together(found, weights, config).items()}
+    save_file(stands_for, folder / "model.safetensors", {"format": "pt"})
 
 
 def in_type(kind: str) -> Types:
@@ -110,18 +116,6 @@ def in_type(kind: str) -> Types:
         return "F32" if is_kept else kind
 
     return type_of
-
-
-def one_by_one(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with each expert's matrices instead of stacks; files have gates and ups apart."""
-    found = {name: tensor for name, tensor in weights.items() if not name.endswith(STACKS)}
-    for name in weights.keys() - found.keys():
-        module, _, stack = name.rpartition(".")
-        projections = ["gate_proj", "up_proj"] if stack == "gate_up_proj" else [stack]
-        for number, expert in enumerate(weights[name]):
-            for projection, matrix in zip(projections, expert.chunk(len(projections)), strict=True):
-                found[f"{module}.{number}.{projection}.weight"] = matrix
-    return found
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -138,68 +132,28 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the converter says of a config."""
-    own = {key: config[name] for name, key in SETTINGS.items() if config.get(name) is not None}
-    heads = config["num_attention_heads"]
-    rope = config["rope_parameters"]
-    both = rope.get("full_attention", rope)
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    own["rope.freq_base"] = float(both["rope_theta"])
-    own["rope.dimension_count"] = int(size * both.get("partial_rotary_factor", 1))
-    if "sliding_attention" in rope:
-        own["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
-    if "linear_num_value_heads" in config:
-        heads = config["linear_num_value_heads"]
-        own |= {
-            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-            "ssm.state_size": config["linear_key_head_dim"],
-            "ssm.group_count": config["linear_num_key_heads"],
-            "ssm.time_step_rank": heads,
-            "ssm.inner_size": config["linear_value_head_dim"] * heads,
-            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
-        }
-        if "mrope_section" in both:
-            own["rope.dimension_sections"] = [*both["mrope_section"], 0]
-    if config["model_type"] == "lfm2":
-        counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
-        own |= {"attention.head_count_kv": counts, "shortconv.l_cache": config["conv_L_cache"]}
-    if both["rope_type"] in ("linear", "yarn"):
-        own |= {"rope.scaling.type": both["rope_type"], "rope.scaling.factor": float(both["factor"])}
-    if both["rope_type"] in ("yarn", "longrope"):
-        length = config.get("original_max_position_embeddings") or both["original_max_position_embeddings"]
-        own["rope.scaling.original_context_length"] = length
-    return own
-
-
-def rotations_of(config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by which a model's rotations are slower."""
-    rope = config["rope_parameters"]
-    if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")}
-    if rope.get("rope_type") != "llama3":
-        return {}
-    size, length = config["head_dim"], rope["original_max_position_embeddings"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    factors = []
-    for pair in range(0, size, 2):
-        wave = 2 * math.pi * rope["rope_theta"] ** (pair / size)
-        smooth = min(max((length / wave - low) / (high - low), 0), 1)
-        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return {"rope_freqs.weight": torch.tensor(factors)}
-
-
-def stored_names(architecture: str, layers: int, weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def stored_names(architecture: str, weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Return the tensors' names in the file, and those of a checkpoint, of which a stack has several."""
     (number,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = gguf.get_tensor_name_map(number, layers)
+    table = gguf.get_tensor_name_map(number, LAYERS)
     names: dict[str, list[str]] = {}
     for name in sorted(weights, key=lambda name: int(found[1]) if (found := EXPERT.search(name)) else 0):
-        spelled = EXPERT.sub(".experts.", name).replace(".dt_bias", ".dt_proj.bias")
-        stored = table.get_name(spelled, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
+        stored = name if name.startswith("blk.") else stored_name(name, table)
         names.setdefault(stored, []).append(name)
     return names
+
+
+def stored_name(name: str, table: gguf.TensorNameMap) -> str:
+    """Return a tensor's name in the file."""
+    spelled = EXPERT.sub(".experts.", name)
+    for pattern, part in SPELLED:
+        spelled = re.sub(pattern, part, spelled)
+    layer = re.search(r"layers\.(\d+)\.router\.(scale|per_expert_scale)$", name)
+    if layer is not None:
+        return f"blk.{layer[1]}.{'ffn_gate_inp' if layer[2] == 'scale' else 'ffn_down_exps'}.scale"
+    stored = table.get_name(spelled, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, spelled
+    return str(stored)
 
 
 def heads_of(name: str, architecture: str, config: Mapping[str, Any]) -> int:
@@ -240,17 +194,25 @@ def change(tensor: Tensor, name: str, architecture: str, config: Mapping[str, An
     if architecture in TILED and (order := tiles_of(name, config)) is not None:
         tensor = tensor[:, order] if "ssm_out" in name else tensor[order]
         return -tensor.exp() if name.endswith("ssm_a") else tensor.squeeze(1) if tensor.dim() == 3 else tensor
+    if name.endswith("ssm_a"):
+        tensor = -tensor.exp()
+    if architecture in MAMBA and name.endswith(("ssm_a", "ssm_d")):
+        return tensor[:, None]
+    if architecture in MAMBA and "ssm_norm" in name:
+        return tensor.unflatten(0, (config.get("mamba_n_groups") or config["n_groups"], -1))
     if heads := heads_of(name, architecture, config):
         return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     if adds_one(name, architecture):
         return tensor + 1
-    return tensor.squeeze(1) if tensor.dim() == 3 else tensor.squeeze(0) if tensor.dim() == 2 else tensor
+    is_convolution = "conv" in name and tensor.dim() == 3
+    return tensor.squeeze(1) if is_convolution else tensor.squeeze(0) if tensor.dim() == 2 else tensor
 
 
 def change_back(tensor: Tensor, name: str, architecture: str, config: Mapping[str, Any], shape: torch.Size) -> Tensor:
     """Return the checkpoint's tensor of what the file has."""
+    if name.endswith("ssm_a"):
+        tensor = tensor.neg().log()
     if architecture in TILED and (order := tiles_of(name, config)) is not None:
-        tensor = tensor.neg().log() if name.endswith("ssm_a") else tensor
         tensor = tensor[:, order.argsort()] if "ssm_out" in name else tensor[order.argsort()]
         return tensor.reshape(shape)
     if heads := heads_of(name, architecture, config):
