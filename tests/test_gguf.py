@@ -31,11 +31,13 @@ from nanoinfer import LLM
 from nanoinfer.gguf.header import read_header
 from nanoinfer.hub import find_model
 from nanoinfer.layers.embedding import QuantizedEmbedding
+from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.gguf import FORMATS
 from nanoinfer.weights.formats.groups import store
 from nanoinfer.weights.formats.groups.experts import GroupExperts
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.plain.experts import PlainExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,6 +212,50 @@ def test_experts_of_two_types(
     experts = [module for module in modules_of(llm).values() if isinstance(module, GroupExperts)]
     assert len(experts) == 2
     assert [store.layout.numbers for store in (experts[0].gate_up, experts[0].down)] == ["int4", "int6"]
+    run(llm, model)
+
+
+GPT_OSS = {**CASES["gptoss"].settings, "hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("types", [("MXFP4", "MXFP4"), ("Q4_0", "Q8_0"), ("Q8_0", "F16")], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_with_biases(
+    ranks: int, types: tuple[str, str], write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gpt-oss has them; a checkpoint has each gate beside its up, and each matrix the other way round."""
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    above, down = types
+
+    def mixed(name: str, shape: tuple[int, ...]) -> str:
+        return in_type(down if "ffn_down" in name else above)(name, shape) if "_exps.weight" in name else "F32"
+
+    file, model = write(Case("GptOssForCausalLM", "gpt_oss", GPT_OSS), mixed)
+    llm = make_llm(file, **OPTIONS, tensor_parallel_size=ranks)
+    kinds = {type(module) for module in modules_of(llm).values() if isinstance(module, Experts)}
+    assert kinds == ({PlainExperts} if down == "F16" else {GroupExperts})
+    run(llm, model)
+
+
+@pytest.mark.parametrize("name", ["granitemoe shared", "gemma4 experts", "qwen3next", "nemotron_h_moe", "lfm2moe"])
+def test_tensors_that_a_file_has_otherwise_keep_their_bits(
+    name: str, write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "may_keep", lambda *shape: False)
+    shared = "shared_intermediate_size" if "granite" in name else "shared_expert_intermediate_size"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, shared: 32}
+    case = FAMILIES[name]
+    settings = {**case.settings, **sizes, **({"moe_latent_size": None} if "nemotron" in name else {})}
+    file, model = write(
+        replace(case, settings=settings), in_type("Q8_0"), "nemotron_h_moe" if "nemotron" in name else None
+    )
+    llm = make_llm(file, device="cpu", **case.small)
+    modules = modules_of(llm)
+    assert any(isinstance(module, GroupExperts) for module in modules.values())
+    assert not any(isinstance(module, PlainExperts) for module in modules.values())
+    assert any("shared" in name or "mixer" in name for name in modules if isinstance(modules[name], GroupMatrix)) or (
+        "gemma4" in name
+    )
     run(llm, model)
 
 

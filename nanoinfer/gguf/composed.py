@@ -14,8 +14,8 @@ from nanoinfer.gguf.header import Entry, Header
 from nanoinfer.gguf.tensor import GgufTensor, Order
 
 
-class Reader(Protocol):
-    """Reads a tensor lazily."""
+class Slices(Protocol):
+    """Reads a tensor lazily, some rows and columns at a time."""
 
     def get_shape(self) -> list[int]:
         """Return the shape that the checkpoint's tensor has."""
@@ -28,12 +28,12 @@ class Reader(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-class Whole(Reader, Protocol):
-    """A Reader of one tensor of the checkpoint, from whole tensors of the file."""
+class WholeTensor(Slices, Protocol):
+    """Slices of one tensor of the checkpoint."""
 
     @property
     def entries(self) -> list[Entry]:
-        """Where these lie."""
+        """Where the tensors of the file lie that it is read from."""
         ...
 
 
@@ -45,11 +45,11 @@ class Composition(NamedTuple):
     """
 
     parts: tuple[str, ...]
-    read: Callable[[Header, list[GgufTensor]], Whole]
+    read: Callable[[Header, list[GgufTensor]], WholeTensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class GgufRows:
     """Reads tensors whose rows lie one tensor's below another's, or as `places` says.
 
     places: where each of the checkpoint's rows is among all of these
@@ -87,13 +87,13 @@ class Rows:
             first = end
         return torch.cat(found)[torch.cat(among).argsort()]
 
-    def parts(self) -> dict[str, Rows]:
+    def parts(self) -> dict[str, GgufRows]:
         """Return the parts of all by the ends of their names, as blocks.parts_of does; none: their types differ."""
         assert all(isinstance(tensor, GgufTensor) for tensor in self.tensors)
         if len({entry.type for entry in self.entries}) > 1:
             return {}
         first, *others = (parts_of(tensor) for tensor in self.tensors if isinstance(tensor, GgufTensor))
-        return {end: Rows([first[end], *(other[end] for other in others)], self.places) for end in first}
+        return {end: GgufRows([first[end], *(other[end] for other in others)], self.places) for end in first}
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class TurnedStack:
         number, inputs, outputs = index
         return self._of_expert(number)[outputs, inputs].mT
 
-    def _of_expert(self, number: int) -> Rows:
-        return Rows([stack.of_expert(number) for stack in self.stacks], self.places)
+    def _of_expert(self, number: int) -> GgufRows:
+        return GgufRows([stack.of_expert(number) for stack in self.stacks], self.places)
 
 
 @dataclass(frozen=True)
-class Made:
+class GgufNumbers:
     """Reads numbers that are made of small tensors, all at once.
 
     shape: theirs
@@ -157,11 +157,11 @@ class Made:
         return self.make(*(tensor[...].float() for tensor in self.tensors)).reshape(self.shape)[index]
 
 
-def in_bits(reader: Whole) -> dict[str, Reader]:
+def in_bits(reader: WholeTensor) -> dict[str, Slices]:
     """Return the parts of a matrix by the ends of their names; none, if its types do not stay in their bits."""
     if isinstance(reader, GgufTensor):
         return dict(parts_of(reader))
-    return dict(reader.parts()) if isinstance(reader, Rows) else {}
+    return dict(reader.parts()) if isinstance(reader, GgufRows) else {}
 
 
 def type_in_bits(reader: Whole) -> str:
@@ -177,9 +177,9 @@ def as_it_is(header: Header, tensors: list[GgufTensor]) -> GgufTensor:
     return tensor
 
 
-def below(header: Header, tensors: list[GgufTensor]) -> Rows:
+def below(header: Header, tensors: list[GgufTensor]) -> GgufRows:
     """Return what reads tensors as one, their rows one tensor's below another's."""
-    return Rows(tensors)
+    return GgufRows(tensors)
 
 
 def turned(header: Header, tensors: list[GgufTensor]) -> TurnedStack:
@@ -193,19 +193,19 @@ def turned_pairs(header: Header, tensors: list[GgufTensor]) -> TurnedStack:
     return TurnedStack(tensors, Order(1, 2, rows).places(2 * rows))
 
 
-def pairs(header: Header, tensors: list[GgufTensor]) -> Made:
+def pairs(header: Header, tensors: list[GgufTensor]) -> GgufNumbers:
     """Return what reads the biases of gates and of ups, of which a checkpoint has each gate's beside its up's."""
     count, size = tensors[0].shape
-    return Made(tensors, lambda gates, ups: torch.stack([gates, ups], dim=-1), (count, 2 * size))
+    return GgufNumbers(tensors, lambda gates, ups: torch.stack([gates, ups], dim=-1), (count, 2 * size))
 
 
-def keys_and_values(header: Header, tensors: list[GgufTensor]) -> Made:
+def keys_and_values(header: Header, tensors: list[GgufTensor]) -> GgufNumbers:
     """Return what reads the projections of keys, which a file has turned, and of values, head by head."""
     (heads, rank, keys), (_, values, _) = (tensor.entry.shape for tensor in tensors)
-    return Made(tensors, lambda key, value: torch.cat([key.mT, value], dim=1), (heads * (keys + values), rank))
+    return GgufNumbers(tensors, lambda key, value: torch.cat([key.mT, value], dim=1), (heads * (keys + values), rank))
 
 
-def by_key_heads(header: Header, tensors: list[GgufTensor]) -> Rows:
+def by_key_heads(header: Header, tensors: list[GgufTensor]) -> GgufRows:
     """Return what reads the delta rule's projections as a checkpoint has them: the rows of one key head together.
 
     A file has the rows of queries, keys and values, and in another tensor the gates'.
@@ -214,4 +214,4 @@ def by_key_heads(header: Header, tensors: list[GgufTensor]) -> Rows:
     values = header.needed("ssm.inner_size") // heads
     sizes = size, size, values, values
     places = torch.arange(heads * sum(sizes)).split([heads * own for own in sizes])
-    return Rows(tensors, torch.cat([own.unflatten(0, (heads, -1)) for own in places], dim=1).flatten())
+    return GgufRows(tensors, torch.cat([own.unflatten(0, (heads, -1)) for own in places], dim=1).flatten())

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from nanoinfer.gguf.blocks import CODES
-from nanoinfer.gguf.composed import Reader, Whole, in_bits
+from nanoinfer.gguf.composed import Slices, WholeTensor, in_bits
 from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Entry, Header, layers_of, read_header
-from nanoinfer.gguf.names import Names
+from nanoinfer.gguf.names import GgufNames
 from nanoinfer.gguf.tensor import PLAIN, GgufTensor
 
 log = logging.getLogger("nanoinfer")
@@ -37,7 +37,7 @@ class GgufFiles:
 
     def tensors(
         self, wanted: Mapping[str, Shape], stored_name: Callable[[str], str]
-    ) -> Iterator[tuple[str, Reader, Path]]:
+    ) -> Iterator[tuple[str, Slices, Path]]:
         """Yield each tensor's name, what reads it, and its file; tensors that nobody wants have the file's own names.
 
         wanted: the tensors' names in a table, and their shapes; stored_name: makes a checkpoint's name of one
@@ -67,19 +67,19 @@ class GgufFiles:
             log.info(message, self.path, types, name, count * dtype.itemsize / 1e9, stored / 1e9)
 
 
-def _readers(header: Header, wanted: Mapping[str, Shape], stored_name: Callable[[str], str]) -> dict[str, Whole]:
+def _readers(header: Header, wanted: Mapping[str, Shape], stored_name: Callable[[str], str]) -> dict[str, WholeTensor]:
     """Return what reads each tensor that the file has, by its name in the table."""
     plain_names = {f"{name.removesuffix(CODES)}weight" for name in wanted if name.endswith(CODES)}
     stored = {name: stored_name(name).replace(MULTIMODAL, "", 1) for name in (*wanted, *plain_names)}
-    readers = Names(header).readers(stored.values())
+    readers = GgufNames(header).readers(stored.values())
     return {name: readers[known] for name, known in stored.items() if known in readers}
 
 
-def _place(reader: Whole) -> tuple[str, int]:
+def _place(reader: WholeTensor) -> tuple[str, int]:
     return str(reader.entries[0].file), reader.entries[0].offset
 
 
-def _others(header: Header, readers: Mapping[str, Whole]) -> Iterator[Entry]:
+def _others(header: Header, readers: Mapping[str, WholeTensor]) -> Iterator[Entry]:
     """Yield the tensors that nobody reads, but for those of the config, and of layers that guess the next tokens."""
     read = {entry.name for reader in readers.values() for entry in reader.entries} | set(OF_CONFIG)
     guessing = tuple(f"blk.{number}." for number in range(layers_of(header), header.needed("block_count")))
@@ -88,14 +88,14 @@ def _others(header: Header, readers: Mapping[str, Whole]) -> Iterator[Entry]:
             yield entry
 
 
-def _in_bits(known: str, tensor: Whole, wanted: Mapping[str, Shape]) -> dict[str, Reader]:
+def _in_bits(known: str, tensor: WholeTensor, wanted: Mapping[str, Shape]) -> dict[str, Slices]:
     """Return the parts of a matrix that keeps its bits, as a table wants them; none: it wants numbers."""
     module = known.removesuffix("weight")
     parts = {f"{module}{end}": part for end, part in in_bits(tensor).items()}
     return parts if all(wanted.get(name) == tuple(part.get_shape()) for name, part in parts.items()) else {}
 
 
-def _shaped(reader: Whole, shape: Shape | None) -> Whole:
+def _shaped(reader: WholeTensor, shape: Shape | None) -> WholeTensor:
     """Return a tensor in a shape that differs by dimensions of one, or is flat; else as it is."""
     if shape is None or not isinstance(reader, GgufTensor) or reader.number is not None:
         return reader

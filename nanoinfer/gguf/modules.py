@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoinfer.gguf.composed import in_bits, type_in_bits
 from nanoinfer.gguf.header import Header
-from nanoinfer.gguf.names import Names
+from nanoinfer.gguf.names import GgufNames
 
 
 def quantization_of(header: Header) -> dict[str, Any] | None:
@@ -16,7 +16,7 @@ def quantization_of(header: Header) -> dict[str, Any] | None:
     Types are named as blocks.type_of does.
     """
     modules = defaultdict(list)
-    for module, reader in Names(header).matrices():
+    for module, reader in GgufNames(header).matrices():
         if in_bits(reader):
             modules[type_in_bits(reader)].append(module)
     return {"quant_method": "gguf", "types": dict(modules)} if modules else None

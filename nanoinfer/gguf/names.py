@@ -1,11 +1,11 @@
-"""Names: which tensors of a file a checkpoint's are."""
+"""GgufNames: which tensors of a file a checkpoint's are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-from nanoinfer.gguf.composed import Whole
+from nanoinfer.gguf.composed import WholeTensor
 from nanoinfer.gguf.families import family_of
 from nanoinfer.gguf.header import Entry, Header, import_gguf
 from nanoinfer.gguf.tensor import GgufTensor
@@ -23,9 +23,10 @@ SPELLED = (
 )  # of names, what the converter has changed before it looks them up
 FUSED = "ffn_gate_up_exps.weight"  # gates above ups, which some files have as one stack
 HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+PROJECTION = re.compile(rf"\.({'|'.join(HALVES)})\.weight$")
 
 
-class Names:
+class GgufNames:
     """Finds tensors by gguf's tables, and by what sets the family apart."""
 
     def __init__(self, header: Header) -> None:
@@ -39,7 +40,7 @@ class Names:
             )
         self._table = gguf.get_tensor_name_map(numbers[header.architecture], header.needed("block_count"))
 
-    def readers(self, names: Iterable[str]) -> dict[str, Whole]:
+    def readers(self, names: Iterable[str]) -> dict[str, WholeTensor]:
         """Return what reads each tensor that is there, by its name in a checkpoint.
 
         Where experts are there one by one, nothing reads their stacks, which a table may have as well.
@@ -52,7 +53,7 @@ class Names:
             if EXPERT.search(name) or of_experts.isdisjoint(entry.name for entry in reader.entries)
         }
 
-    def _reader(self, name: str) -> Whole | None:
+    def _reader(self, name: str) -> WholeTensor | None:
         composed = self._composed(name)
         if composed is not None:
             return composed
@@ -86,16 +87,17 @@ class Names:
 
     def _half(self, name: str, number: int) -> GgufTensor | None:
         """Return what reads an expert's gates or ups where a stack has both."""
-        layer = IN_LAYER.search(name)
-        half = HALVES.get(name.split(".")[-2])
-        entry = None if layer is None else self._header.entries.get(f"blk.{layer[1]}.{FUSED}")
-        return None if entry is None or half is None else self._tensor(entry).of_expert(number, half)
+        layer, projection = IN_LAYER.search(name), PROJECTION.search(name)
+        if layer is None or projection is None:
+            return None
+        entry = self._header.entries.get(f"blk.{layer[1]}.{FUSED}")
+        return None if entry is None else self._tensor(entry).of_expert(number, HALVES[projection[1]])
 
-    def _composed(self, name: str) -> Whole | None:
+    def _composed(self, name: str) -> WholeTensor | None:
         layer = IN_LAYER.search(name)
         return None if layer is None else self._of_layer(layer[2], layer[1])
 
-    def _of_layer(self, part: str, layer: str) -> Whole | None:
+    def _of_layer(self, part: str, layer: str) -> WholeTensor | None:
         """part: a tensor's name in a layer of the checkpoint"""
         for composition in self._family.composed.get(part, ()):
             entries = [self._header.entries.get(f"blk.{layer}.{name}") for name in composition.parts]
@@ -104,7 +106,7 @@ class Names:
                 return composition.read(self._header, there)
         return None
 
-    def matrices(self) -> Iterator[tuple[str, Whole]]:
+    def matrices(self) -> Iterator[tuple[str, WholeTensor]]:
         """Yield all modules that a checkpoint may have a matrix of the file for, and what reads that.
 
         A tensor has the names of all classes whose files name it so; a model has but one of them. Of experts, the first
@@ -120,7 +122,7 @@ class Names:
         for layer in range(self._header.needed("block_count")):
             yield from self._of_family(layer)
 
-    def _of_family(self, layer: int) -> Iterator[tuple[str, Whole]]:
+    def _of_family(self, layer: int) -> Iterator[tuple[str, WholeTensor]]:
         """Yield a layer's matrices that gguf's tables do not have so."""
         prefix, family = f"model.layers.{layer}.", self._family
         for part in family.composed:

@@ -44,6 +44,7 @@ SETTINGS = {
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "moe_latent_size": "moe_latent_size",
     "attn_logit_softcapping": "attn_logit_softcapping",

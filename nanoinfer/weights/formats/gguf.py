@@ -29,7 +29,7 @@ def _format_of(name: str) -> GroupFormat:
     if FACTORS in kind.parts:
         scales = OF_FACTORS
         fields.append(Field(FACTORS, "blocks", block=factors_of(kind), span=int(span or K_BLOCK)))
-    return GroupFormat(name, Layout(kind.numbers, tuple(fields), kind.group, scales))
+    return GroupFormat(name, Layout(kind.numbers, tuple(fields), kind.group, scales), has_biases=True)
 
 
 FORMATS = {name: _format_of(name) for name in KINDS}

@@ -134,12 +134,14 @@ class GroupExperts(Experts):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of each expert's tensors, or of stacks of all, and of the stacks of plain matrices."""
         dim = 1 if self.output_share is None else 0
+        layout = self.gate_up.layout
         if self.tensors.paired:
             yield from paired_shards(self.gate_up, self.down, self.tensors, self.sizes, dim)
+        if self.tensors.paired and (layout.stacked or not layout.fields):
             return
         yield from shards_of(self.gate_up)
         yield from shards_of(self.down)
-        if self.gate_up.layout.rounds:
+        if layout.rounds and not self.tensors.paired:
             parts = rounded_parts(self.gate_up), rounded_parts(self.down)
             stored = _all_names(self.gate_up), _all_names(self.down)
             for shard in stack_shards(self.tensors, self.sizes, *parts, dim, stored):

@@ -24,11 +24,13 @@ class GroupFormat(Format):
     label: what messages call it
     layout: which tensors a checkpoint has for a matrix
     downs: those of experts' downs; None: the same
+    has_biases: checkpoints have experts' biases in stacks, though not their matrices
     """
 
     label: str
     layout: Layout
     downs: Layout | None = None
+    has_biases: bool = False
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class GroupFormat(Format):
     @property
     def takes_expert_biases(self) -> bool:
         """Whether its checkpoints have stacks, as those with biases do, or matrices are rounded as they load."""
-        return self.layout.stacked or not self.layout.fields
+        return self.layout.stacked or self.has_biases or not self.layout.fields
 
     def inputs_together(self, size: int, ranks: int) -> int:
         """Return a group, if equal shares would cut it into smaller ones than kernels read, and each rank has one."""

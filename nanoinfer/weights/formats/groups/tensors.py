@@ -77,11 +77,13 @@ def _stack_shards(stack: Stack, part: Rounded, number: int, entry: int, start: i
     """
     store, (count, *shape) = part.store, stack.shape
     section = replace(store.sections[number], shape=(shape[0], shape[1]))
-    for field in store.layout.fields:
+    for field in store.layout.fields if store.layout.stacked else ():
         shard = _shard_of(store, field, stack.name, section, part.first, number)
         begin = shard.start if start is None else start
         yield replace(shard, shape=(count, *shard.shape), start=begin, step=stack.step, entry=entry)
-    begin, names = part.start(stack.dim) if start is None else start, stored_names(store.layout, stack.name)
+    begin = part.start(stack.dim) if start is None else start
+    stored = [stack.name] if store.layout.stacked else [f"{one.name}." for one in store.sections]
+    names = tuple(name for prefix in stored for name in stored_names(store.layout, prefix))
     how = begin, stack.dim, stack.step
     plain = Shard(stack.name, part, stack.shape, *how, entry=entry, always_turned=True, replaces=names)
     yield of_plain(plain, store)
