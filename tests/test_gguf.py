@@ -23,9 +23,8 @@ from cases.tuned import ALPHA, Tuned
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 from test_models import run
-from tokenizers import ByteLevelBPETokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoinfer import LLM
 from nanoinfer.gguf.header import read_header
@@ -465,89 +464,6 @@ def test_an_update_of_plain_tensors_is_rounded(tmp_path: Path, write: Write, mak
     llm.update_weights([(name, -tensor) for name, tensor in model.state_dict().items()])
     llm.load_weights(file)
     assert [output.token_ids for output in llm.generate([[5], [7, 8]], greedy(4), use_tqdm=False)] == before
-
-
-LINES = ["Hello world, how are you?", "  two  spaces\n\n\nlines", "naïve 日本 🤗 don't", "1234567 <|end|> x", ""]
-
-
-def test_a_tokenizer_of_bytes(write: Write, make_llm: MakeLLM) -> None:
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator([*LINES, Path(__file__).read_text()], vocab_size=400)
-    vocabulary = trained.get_vocab()
-    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
-    tokens = [*sorted(vocabulary, key=lambda token: vocabulary[token]), "<|end|>"]
-    original = Qwen2Tokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
-    original.add_special_tokens({"eos_token": "<|end|>"})
-    template = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
-    inside = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
-        "tokenizer.chat_template": template,
-    }
-    file, _ = write(Case("Qwen2ForCausalLM", "qwen2", {"vocab_size": len(tokens)}), **inside)
-    llm = make_llm(file, **OPTIONS)
-    assert llm.tokenizer.eos_token_id == len(tokens) - 1
-    assert llm.config.eos_token_ids == {len(tokens) - 1}
-    assert llm.tokenizer.chat_template == template
-    for line in [*LINES, *Path(__file__).read_text().splitlines()]:
-        ids = llm.tokenizer.encode(line)
-        assert ids == original.encode(line)
-        assert llm.tokenizer.decode(ids) == line
-    assert llm.chat([{"role": "user", "content": "Hello"}], greedy(2), use_tqdm=False)[0].prompt_token_ids == (
-        original.encode("Hello<|end|>")
-    )
-
-
-@pytest.mark.parametrize(
-    ("inside", "message"),
-    [
-        ({"tokenizer.ggml.pre": "own"}, r"tokenizer\.ggml\.pre='own': must be one of .*qwen2.*; give tokenizer="),
-        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert': must be one of gpt2, llama"),
-        ({"rope.scaling.type": "own"}, r"rope\.scaling\.type='own': must be none, linear, yarn"),
-        (
-            {"general.architecture": "own"},
-            r"general\.architecture='own' is not supported in GGUF: must be one of .*gemma",
-        ),
-        ({"general.architecture": "clip"}, r"is a tower \(mmproj\), which nobody reads: give the language model's"),
-        ({"general.type": "mmproj"}, r"is a tower \(mmproj\)"),
-    ],
-)
-def test_what_is_unknown(inside: dict[str, Any], message: str, write: Write, make_llm: MakeLLM) -> None:
-    known = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
-    file, _ = write(CASES["qwen2"], **{**known, **inside})
-    with pytest.raises(ValueError, match=rf"model='.*model\.gguf.*{message}"):
-        make_llm(file, **OPTIONS)
-
-
-def test_a_file_that_is_cut_off(write: Write, make_llm: MakeLLM) -> None:
-    path, _ = write(CASES["qwen3"])
-    file = Path(path)
-    whole = file.read_bytes()
-    for size, message in (
-        (len(whole) - 5000, r"is cut off: \S+ in F32 lies at the bytes \d+ to \d+, and the file has \d+"),
-        (60, "is cut off: it ends within its header, behind byte"),
-        (3, "does not begin with 'GGUF'"),
-    ):
-        file.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
-            make_llm(path, **OPTIONS)
-    file.write_bytes(whole[:4] + b"\x01" + whole[5:])
-    with pytest.raises(ValueError, match=r"is in version 1 of GGUF: must be 2 or 3"):
-        make_llm(path, **OPTIONS)
-
-
-def test_a_type_that_nobody_knows(write: Write, make_llm: MakeLLM) -> None:
-    path, _ = write(CASES["qwen3"])
-    content = bytearray(Path(path).read_bytes())
-    place = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8  # behind its dimensions
-    content[place] = 200
-    Path(path).write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.gguf: output_norm\.weight, at the byte \d+, has the type 200, which"):
-        make_llm(path, **OPTIONS)
 
 
 def test_a_tensor_that_the_model_lacks(tmp_path: Path, write: Write, make_llm: MakeLLM) -> None:

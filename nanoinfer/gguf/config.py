@@ -38,7 +38,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "vocab_size": header.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in header.entries,
         "dtype": _dtype_of(header),
-        family.epsilon: header.get("attention.layer_norm_rms_epsilon", header.get("attention.layer_norm_epsilon")),
+        family.epsilon: _epsilon(header),
         **_special_tokens(header),
         **_biases(header),
         **_experts(header),
@@ -49,6 +49,12 @@ def config_of(header: Header) -> dict[str, Any]:
     for read in family.reads:
         own |= read(header)
     return {**sizes, **family.settings, **further, **own}
+
+
+def _epsilon(header: Header) -> float:
+    """Return that of norms: most files say that of RMSNorm, some that of LayerNorm."""
+    rms, usual = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    return float(header.needed(usual if header.get(rms) is None and header.get(usual) is not None else rms))
 
 
 def _special_tokens(header: Header) -> dict[str, Any]:

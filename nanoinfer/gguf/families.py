@@ -20,6 +20,7 @@ from nanoinfer.gguf.family import Family
 from nanoinfer.gguf.header import Header
 
 TOWERS = "clip", "mmproj"
+MODEL = "model"
 WINDOW = {"attention.sliding_window": "sliding_window"}
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -243,9 +244,11 @@ FAMILIES: dict[str, Family | Callable[[Header], Family]] = {
 
 def family_of(header: Header) -> Family:
     """Return a file's family; raises ValueError, naming the architecture, if none is known."""
-    name = header.architecture
-    if name in TOWERS or header.metadata.get("general.type") == "mmproj":
+    name, kind = header.architecture, header.metadata.get("general.type", MODEL)
+    if name in TOWERS or kind in TOWERS:
         raise ValueError(f"{header.path}: is a tower (mmproj), which nobody reads: give the language model's file")
+    if kind != MODEL:
+        raise ValueError(f"{header.path}: general.type in its metadata is {kind!r}: must be {MODEL!r}")
     if name not in FAMILIES:
         raise ValueError(
             f"{header.path}: general.architecture={name!r} is not supported in GGUF: must be one of"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,25 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from nanoinfer.gguf.content import Content
+from nanoinfer.gguf.values import check_value
+
 GGUF = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-SINGLE = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # in struct's terms
-STRING, ARRAY = 8, 9
 FIRST_OF_SPLIT = re.compile(r"-00001-of-(\d{5})\.gguf$")
 OF_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-ALIGNMENT = 32  # bytes, if the file does not say
+ALIGNMENT = "general.alignment"
+USUAL_ALIGNMENT = 32  # bytes
+LAYERS, PARTS = "block_count", "split.count"
+MOST_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -73,16 +66,20 @@ class Header:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the architecture's own setting."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
+        """Return the architecture's own setting; raises ValueError, naming it, if it has another type than it may."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if value is None:
+            return default
+        check_value(self.path, self.architecture, key, value, self.metadata.get(f"{self.architecture}.{LAYERS}"))
+        return value
 
     def needed(self, key: str) -> Any:
-        """Return the architecture's own setting; raises ValueError if the file lacks it."""
-        value = self.get(key)
+        """Return the architecture's own setting; raises ValueError if the file lacks it, or it is 0."""
+        value, name = self.get(key), f"{self.architecture}.{key}"
         if value is None:
-            raise ValueError(
-                f"{self.path}: its metadata lack {self.architecture}.{key}, without which no model is known"
-            )
+            raise ValueError(f"{self.path}: its metadata lack {name}, without which no model is known")
+        if value == 0:
+            raise ValueError(f"{self.path}: {name} in its metadata is {value!r}: must be above 0")
         return value
 
     def largest(self, key: str, default: int) -> int:
@@ -146,10 +143,35 @@ def _read(files: tuple[Path, ...], _changed: tuple[int, ...]) -> Header:
     for number, file in enumerate(files):
         own, found = _read_file(file)
         metadata = own if number == 0 else metadata
-        entries.update({entry.name: entry for entry in found})
-    if not isinstance(metadata.get("general.architecture"), str):
-        raise ValueError(f"{path}: its metadata lack general.architecture, so no model is known")
-    return Header(path, metadata, entries)
+        for entry in found:
+            if (other := entries.get(entry.name)) is not None:
+                raise ValueError(
+                    f"{file}: {entry.name}, at the byte {entry.offset}, is there already, at the byte {other.offset}"
+                    f" of {other.file.name}: must be there once"
+                )
+            entries[entry.name] = entry
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ValueError(f"{path}: general.architecture in its metadata is {name!r}: must be the name of a model")
+    parts = metadata.get(PARTS, 0)
+    if parts != len(files) and parts not in (0, 1):
+        raise ValueError(
+            f"{path}: {PARTS} in its metadata is {parts!r}, and {len(files)} of them are given: must be named"
+            f" NAME-00001-of-{parts:05}.gguf, with the others beside it"
+        )
+    header = Header(path, metadata, entries)
+    _check_layers(header)
+    return header
+
+
+def _check_layers(header: Header) -> None:
+    """Raise ValueError for more layers than tensors could be of, before anything is made for each of them."""
+    layers = header.get(LAYERS, 0)
+    if layers > len(header.entries):
+        raise ValueError(
+            f"{header.path}: {header.architecture}.{LAYERS} in its metadata is {layers}: must be at most its"
+            f" {len(header.entries)} tensors"
+        )
 
 
 def _files_of(path: Path) -> tuple[Path, ...]:
@@ -161,9 +183,9 @@ def _files_of(path: Path) -> tuple[Path, ...]:
         return (path,)
     stem, count = path.name[: first.start()], int(first[1])
     files = [path.with_name(f"{stem}-{number:05}-of-{first[1]}{GGUF}") for number in range(1, count + 1)]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{path}: its part {file.name} is not there")
+    if missing := [file.name for file in files if not file.is_file()]:
+        others = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"{path}: its part {', '.join(missing[:3])}{others} is not there")
     return tuple(files)
 
 
@@ -171,91 +193,79 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[Entry]]:
     with path.open("rb") as opened:
         if opened.read(4) != MAGIC:
             raise ValueError(f"{path}: does not begin with {MAGIC.decode()!r}, so it is no GGUF file")
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            reader = _Reader(path, content)
-            (version,) = reader.take("I")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            content = Content(path, mapped)
+            (version,) = content.take("I")
             if version not in VERSIONS:
-                raise ValueError(f"{path}: is in version {version} of GGUF: must be {' or '.join(map(str, VERSIONS))}")
-            tensors, keys = reader.take("QQ")
-            metadata = dict(reader.pair() for _ in range(keys))
-            return metadata, list(_entries(reader, tensors, metadata.get("general.alignment", ALIGNMENT)))
+                big = ", or is it big-endian?" if version % 65536 == 0 else ""
+                known = " or ".join(map(str, VERSIONS))
+                raise ValueError(f"{path}: is in version {version} of GGUF{big}: must be {known}")
+            tensors, keys = content.take("QQ")
+            metadata: dict[str, Any] = {}
+            for _ in range(keys):
+                key, value = content.pair()
+                if key in metadata:
+                    raise ValueError(
+                        f"{path}: {key} is twice in its metadata, the second time before the byte {content.place}"
+                    )
+                metadata[key] = value
+            return metadata, list(_entries(content, tensors, _alignment(path, metadata)))
 
 
-class _Reader:
-    """Takes what a file holds from its beginning on, behind the magic bytes."""
-
-    def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self.path, self.content, self.place = path, content, 4
-
-    def take(self, kinds: str) -> tuple[Any, ...]:
-        """Take numbers, of struct's kinds."""
-        try:
-            numbers = struct.unpack_from(f"<{kinds}", self.content, self.place)
-        except struct.error:
-            raise self.ends() from None
-        self.place += struct.calcsize(f"<{kinds}")
-        return numbers
-
-    def string(self) -> str:
-        """Take a string."""
-        (length,) = self.take("Q")
-        text = self.content[self.place : self.place + length]
-        if len(text) < length:
-            raise self.ends()
-        self.place += length
-        return text.decode("utf-8", "replace")
-
-    def pair(self) -> tuple[str, Any]:
-        """Take a key of the metadata and its value."""
-        key, (kind,) = self.string(), self.take("I")
-        return key, self._value(key, kind)
-
-    def ends(self) -> ValueError:
-        """Return the error for a file that ends too early."""
-        return ValueError(f"{self.path}: is cut off: it ends within its header, behind byte {self.place}")
-
-    def _value(self, key: str, kind: int) -> Any:
-        if kind == STRING:
-            return self.string()
-        if kind in SINGLE:
-            return self.take(SINGLE[kind])[0]
-        if kind != ARRAY:
-            raise ValueError(f"{self.path}: {key} in its metadata has the type {kind}, which GGUF does not have")
-        kind, count = self.take("IQ")
-        if kind in SINGLE:
-            return list(self.take(f"{count}{SINGLE[kind]}"))
-        if kind != STRING:
-            return [self._value(key, kind) for _ in range(count)]
-        for _ in range(count):
-            (length,) = self.take("Q")
-            self.place += length
-        return count
+def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
+    alignment = metadata.get(ALIGNMENT, USUAL_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{path}: {ALIGNMENT} in its metadata is {alignment!r}: must be a power of two")
+    return alignment
 
 
-def _entries(reader: _Reader, count: int, alignment: int) -> Iterator[Entry]:
+def _entries(content: Content, count: int, alignment: int) -> Iterator[Entry]:
     """Yield the tensors' entries; raises ValueError for an unknown type, and for a tensor beyond the file's end."""
-    gguf = import_gguf()
     found = []
     for _ in range(count):
-        name, (dims,) = reader.string(), reader.take("I")
-        found.append((name, tuple(reversed(reader.take(f"{dims}Q"))), *reader.take("IQ")))
-    begin = -(-reader.place // alignment) * alignment
+        name, (dims,) = content.string(), content.take("I")
+        if dims not in range(1, MOST_DIMS + 1):
+            raise ValueError(
+                f"{content.path}: {name}, before the byte {content.place}, has {dims} dimensions: must be 1 to"
+                f" {MOST_DIMS}"
+            )
+        found.append((name, tuple(reversed(content.take(f"{dims}Q"))), *content.take("IQ")))
+    begin = -(-content.place // alignment) * alignment
     for name, shape, number, offset in found:
-        try:
-            kind = gguf.GGMLQuantizationType(number)
-        except ValueError:
-            where = f"{reader.path}: {name}, at the byte {begin + offset},"
-            raise ValueError(f"{where} has the type {number}, which the package gguf does not know") from None
-        size, num_bytes = block_of(kind.name)
-        if shape[-1] % size:
-            raise ValueError(
-                f"{reader.path}: {name}, {list(shape)} in {kind.name}: rows must be of {size} numbers or more"
-            )
-        stored = *shape[:-1], shape[-1] // size * num_bytes
-        entry = Entry(name, shape, kind.name, reader.path, begin + offset, stored)
-        if (end := entry.offset + entry.num_bytes) > len(reader.content):
-            raise ValueError(
-                f"{reader.path}: is cut off: {name} in {kind.name} lies at the bytes {entry.offset} to {end}, and the"
-                f" file has {len(reader.content)}"
-            )
-        yield entry
+        yield _entry(content, name, shape, number, begin + offset)
+
+
+def _entry(content: Content, name: str, shape: tuple[int, ...], number: int, place: int) -> Entry:
+    """number: of the type; place: of the first byte"""
+    gguf = import_gguf()
+    where = f"{content.path}: {name}, at the byte {place},"
+    try:
+        kind = gguf.GGMLQuantizationType(number).name
+    except ValueError:
+        raise ValueError(f"{where} has the type {number}, which the package gguf does not know") from None
+    if not _has_numbers(kind):
+        raise ValueError(f"{where} has the type {kind}, of which the package gguf makes no numbers")
+    if 0 in shape:
+        raise ValueError(f"{where} has the shape {list(shape)}: must have numbers")
+    size, num_bytes = block_of(kind)
+    if shape[-1] % size:
+        raise ValueError(f"{where} is {list(shape)} in {kind}: rows must be of a multiple of {size} numbers")
+    stored = *shape[:-1], shape[-1] // size * num_bytes
+    entry = Entry(name, shape, kind, content.path, place, stored)
+    if (end := place + entry.num_bytes) > len(content.content):
+        raise ValueError(
+            f"{content.path}: is cut off: {name} in {kind} lies at the bytes {place} to {end}, and the file has"
+            f" {len(content.content)}"
+        )
+    return entry
+
+
+@lru_cache
+def _has_numbers(kind: str) -> bool:
+    """Whether the package gguf can make numbers of a type."""
+    gguf = import_gguf()
+    try:
+        gguf.dequantize(np.zeros((1, block_of(kind)[1]), np.uint8), gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        return False
+    return True

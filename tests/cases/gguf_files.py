@@ -84,7 +84,7 @@ def write_gguf(
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in {**metadata_of(config), **(metadata or {})}.items():
-        add(writer, key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}", value)
+        add(writer, key if key.startswith(("tokenizer.", "general.", "split.")) else f"{architecture}.{key}", value)
     for name, numbers in rotations_of(config).items():
         writer.add_tensor(name, numbers.numpy().astype(np.float32))
     parts = apart(weights, config)
