@@ -30,6 +30,7 @@ from nanoinfer import LLM
 from nanoinfer.gguf.header import read_header
 from nanoinfer.hub import find_model
 from nanoinfer.layers.embedding import QuantizedEmbedding
+from nanoinfer.weights import sources
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.gguf import FORMATS
 from nanoinfer.weights.formats.groups import store
@@ -349,6 +350,15 @@ def test_the_log_says_what_became_numbers(write: Write, make_llm: MakeLLM, caplo
         f"{file}: tensors in Q2_K became numbers of float32: they take 0.016 GB, and 0.001 GB in the file"
         in caplog.text
     )
+
+
+def test_numbers_that_do_not_fit(write: Write, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before they are read, with what they need and what is free."""
+    monkeypatch.setattr(sources, "free_bytes", lambda: 10**6)
+    file, _ = write(Case("LlamaForCausalLM", "llama", WIDE), in_type("Q3_K"))
+    message = r"tensors in Q3_K become numbers of float32: they take 0\.\d+ GB, and 0\.001 GB are free; a file in Q4_K"
+    with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
+        make_llm(file, **OPTIONS)
 
 
 def matrices_of(llm: LLM) -> dict[str, Matrix]:

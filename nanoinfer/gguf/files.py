@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -53,18 +54,44 @@ class GgufFiles:
         for entry in _others(header, readers):
             yield entry.name, GgufTensor(entry, entry.shape), entry.file
 
-    def log_numbers(self, wanted: Mapping[str, Shape], stored_name: Callable[[str], str], dtype: torch.dtype) -> None:
-        """Log which types of few bits became numbers of the dtype, and their bytes before and then."""
+    def made_numbers(
+        self, wanted: Mapping[str, Shape], stored_name: Callable[[str], str], dtype: torch.dtype
+    ) -> MadeNumbers | None:
+        """Return what of few bits becomes numbers of the dtype; None: nothing. Arguments: as for tensors"""
         readers = _readers(read_header(self.path), wanted, stored_name)
         numbers = [reader for known, reader in readers.items() if not _in_bits(known, reader, wanted)]
         found = {entry.name: entry for reader in numbers for entry in reader.entries if entry.type not in PLAIN}
-        if found:
-            types = ", ".join(sorted({entry.type for entry in found.values()}))
-            stored = sum(entry.num_bytes for entry in found.values())
-            count = sum(math.prod(entry.shape) for entry in found.values())
-            name = str(dtype).removeprefix("torch.")
-            message = "%s: tensors in %s became numbers of %s: they take %.3f GB, and %.3f GB in the file"
-            log.info(message, self.path, types, name, count * dtype.itemsize / 1e9, stored / 1e9)
+        types = ", ".join(sorted({entry.type for entry in found.values()}))
+        stored = sum(entry.num_bytes for entry in found.values())
+        count = sum(math.prod(entry.shape) for entry in found.values())
+        made = f"{self.path}: tensors in {types}", str(dtype).removeprefix("torch.")
+        return MadeNumbers(*made, stored, count * dtype.itemsize) if found else None
+
+
+class MadeNumbers(NamedTuple):
+    """Tensors of few bits that become numbers.
+
+    what: the file, and their types; dtype: of the numbers
+    stored, needed: their bytes in the file, and then
+    """
+
+    what: str
+    dtype: str
+    stored: int
+    needed: int
+
+    def check(self, free: int) -> None:
+        """Raise ValueError if they do not fit the memory, of which so many bytes are free."""
+        if self.needed > free:
+            raise ValueError(
+                f"{self.what} become numbers of {self.dtype}: they take {self.needed / 1e9:.3f} GB, and"
+                f" {free / 1e9:.3f} GB are free; a file in Q4_K or Q8_0 stays in its bits"
+            )
+
+    def log(self) -> None:
+        """Log how much memory they take."""
+        message = "%s became numbers of %s: they take %.3f GB, and %.3f GB in the file"
+        log.info(message, self.what, self.dtype, self.needed / 1e9, self.stored / 1e9)
 
 
 def _readers(header: Header, wanted: Mapping[str, Shape], stored_name: Callable[[str], str]) -> dict[str, WholeTensor]:

@@ -18,6 +18,7 @@ from nanoinfer.gguf.blocks import GgufPart
 from nanoinfer.gguf.files import GgufFiles
 from nanoinfer.gguf.header import is_gguf
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
+from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.weights.bitsandbytes.files import log_numbers, split
 from nanoinfer.weights.bitsandbytes.matrix import CODES, BnbMatrix
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
@@ -92,11 +93,16 @@ class FileSource:
 
     def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
         """Fill every target of the table; raises ValueError as Source.fill says. bar: as for Source.fill"""
-        with bar(self.check(table)) as advance:
-            copied = self.copy(table, advance)
+        num_bytes, made = self.check(table), None
         if isinstance(self._files, GgufFiles):
-            self._files.log_numbers(_shapes(table), self.names.stored_name, torch.get_default_dtype())
-        else:
+            made = self._files.made_numbers(_shapes(table), self.names.stored_name, torch.get_default_dtype())
+        if made is not None and device_of_table(table).type == "cpu":  # a GPU's memory is taken already
+            made.check(free_bytes())
+        with bar(num_bytes) as advance:
+            copied = self.copy(table, advance)
+        if made is not None:
+            made.log()
+        if not isinstance(self._files, GgufFiles):
             log_numbers(
                 self.what, (tensor for _, tensor, _ in self._tensors(_shapes(table))), torch.get_default_dtype()
             )

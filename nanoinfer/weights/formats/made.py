@@ -53,7 +53,10 @@ def may_keep(shape: torch.Size | tuple[int, int], dtype: torch.dtype) -> bool:
 def _tell(dtype: torch.dtype, keeps: bool) -> None:
     name = str(dtype).removeprefix("torch.")
     if keeps:
-        log.info("the CPU keeps weights of few bits in %s, too, which it multiplies the fastest", name)
+        message = (
+            "the CPU keeps weights of few bits in %s, too, which it multiplies the fastest: %d bytes more for each"
+        )
+        log.info(message, name, dtype.itemsize)
     else:
         log.warning(
             "memory is too short to keep weights of few bits in %s, too: products take up to 3 times as long", name
