@@ -14,6 +14,7 @@ COMMON = {  # the config's names of what most metadata say
     "attention.head_count": "num_attention_heads",
 }
 BEGIN, ENDS = "bos_token_id", ("eos_token_id", "eot_token_id", "eom_token_id")
+COUNTS = "expert_count", "expert_used_count"  # without which experts would be as many as a class has usually
 HALVES = {"F16": "float16", "BF16": "bfloat16"}
 EXPERTS = {  # the metadata that say an expert's size, and the tensors that have it
     "moe_intermediate_size": ("expert_feed_forward_length", ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
@@ -27,7 +28,12 @@ def config_of(header: Header) -> dict[str, Any]:
     sizes = {ours: header.needed(key) for key, ours in COMMON.items()} | {"num_hidden_layers": layers_of(header)}
     if header.get("feed_forward_length") is not None:  # of experts alone, files do not say
         sizes["intermediate_size"] = header.largest("feed_forward_length", 0)
-    further = {ours: value for key, ours in family.keys.items() if (value := header.get(key)) is not None}
+    has_experts = header.has("ffn_down_exps.weight")
+    further = {
+        ours: value
+        for key, ours in family.keys.items()
+        if (value := header.needed(key) if has_experts and key in COUNTS else header.get(key)) is not None
+    }
     rope = family.rope(header)
     # Classes with longrope read the length outside, too.
     outside = {LENGTH: rope[LENGTH]} if rope.get("rope_type") == "longrope" else {}
