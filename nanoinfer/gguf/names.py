@@ -35,8 +35,8 @@ class GgufNames:
         self._header, self._family = header, family_of(header)
         if header.architecture not in numbers:
             raise ValueError(
-                f"{header.path}: general.architecture={header.architecture!r} is not in the tables of the package"
-                f" gguf {gguf.__name__} that is installed: pip install -U gguf"
+                f"{header.path}: general.architecture={header.architecture!r}: must be in the tables of the package"
+                " gguf: pip install -U gguf"
             )
         self._table = gguf.get_tensor_name_map(numbers[header.architecture], header.needed("block_count"))
 
