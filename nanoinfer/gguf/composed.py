@@ -164,9 +164,9 @@ def in_bits(reader: WholeTensor) -> dict[str, Slices]:
     return dict(reader.parts()) if isinstance(reader, GgufRows) else {}
 
 
-def type_in_bits(reader: Whole) -> str:
+def type_in_bits(reader: WholeTensor) -> str:
     """Return what a quantization_config calls the type of a matrix that stays in its bits."""
-    first = reader.tensors[0] if isinstance(reader, Rows) else reader
+    first = reader.tensors[0] if isinstance(reader, GgufRows) else reader
     assert isinstance(first, GgufTensor)
     return type_of(first.entry.type, span_of(first.change))
 

@@ -127,7 +127,7 @@ def _shaped(reader: WholeTensor, shape: Shape | None) -> WholeTensor:
     if shape is None or not isinstance(reader, GgufTensor) or reader.number is not None:
         return reader
     own = reader.entry.shape
-    is_flat = len(shape) == 1 and reader.entry.type in PLAIN and math.prod(own) == math.prod(shape)
+    is_flat = len(shape) == 1 and math.prod(own) == math.prod(shape)
     if is_flat or (own != shape and [size for size in own if size != 1] == [size for size in shape if size != 1]):
         return replace(reader, shape=shape)
     return reader
