@@ -30,7 +30,8 @@ LIKE_OTHERS = "RTX 3090"  # it has the instructions of an A100 and the shared me
 SPILLED = {  # bytes of an H100's thread that found no register, at most, by Triton 3.6 or 3.9; of all launches, or one
     "_decode_kernel": 24,
     "_expand_kernel": 36,  # in float32, of rank 128
-    "_go_through_kernel": 84,
+    "_delta_rows_kernel": 8,
+    "_go_through_kernel": 108,
     "_group_kernel": 20,
     "_meet_kernel": 408,  # 60 queries and heads, 64 at most 192
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
@@ -55,9 +56,12 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
+    "_mamba_rows_kernel": 84,  # of 256 numbers a state's input
+    "delta_guesses_kernel": 488,
     "look_within_kernel: Mamba2 in float32": 1564,
+    "mamba_guesses_kernel": 1300,  # of 256 numbers a state's input; of 128: 80
     "walk_stretch_kernel": 356,  # of 256 numbers a state's input; of 128: 128
-    "walk_stretch_kernel: Mamba2 in float32": 720,
+    "walk_stretch_kernel: Mamba2 in float32": 748,
 }
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
     "_go_through_kernel": 1036,
@@ -66,7 +70,7 @@ SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor c
     "_paged_decode_kernel": 88,
     "_tiles_kernel: plain of 4000 in torch.bfloat16": 188,
     "walk_stretch_kernel": 456,
-    "walk_stretch_kernel: Mamba2 in float32": 736,
+    "walk_stretch_kernel: Mamba2 in float32": 972,
 }
 
 Ask = Callable[[str, list[str], list[str]], dict[str, Any]]  # as Compiler.compile
