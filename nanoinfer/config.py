@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
+AUTO_OFFLOAD = "auto"  # weight_offload_gib is what is needed
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
@@ -79,6 +80,9 @@ class Config:
         of sequences that lost theirs, and of cached prefixes; and their states, where layers keep some. It is copied
         back when it is needed. 0: none. None: a quarter of what is free, at most 32 GiB, if computing again takes three
         times as long as copying; none on a CPU
+    weight_offload_gib: so many GiB of layers, over all ranks, lie in pinned host memory. Each step copies them to the
+        GPUs while other layers compute. Each replica keeps as many. "auto": as many as give decode steps the most
+        tokens a second beside the KV cache, none if all fit. 0: none; a CPU has no other value
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half"), "bfloat16", or a torch.dtype; "auto": the checkpoint's on CUDA, else float32
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
@@ -166,6 +170,7 @@ class Config:
     kvcache_block_size: int = ranged(cast(int, None), LEAST_BLOCK_SIZE, MAX_SLOTS)  # None until the model is known
     num_kvcache_blocks: int | None = ranged(None, 1)
     kv_offload_gib: float | None = None
+    weight_offload_gib: float | str = 0.0
     attention_backend: str = "auto"
     dtype: str = "auto"
     lm_head_dtype: str = "auto"
@@ -250,6 +255,7 @@ class Config:
             )
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
         self.device = resolve_device(self.device, ranks, self.data_parallel_size, self.is_on_ray)
+        self._check_offload()
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, list(ON_THE_FLY), OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
@@ -261,6 +267,14 @@ class Config:
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
+
+    def _check_offload(self) -> None:
+        """Refuse to keep layers in host memory if there is no other."""
+        if self.weight_offload_gib and self.device == "cpu":
+            raise ValueError(
+                f"weight_offload_gib={self.weight_offload_gib!r}: must be 0 with device='cpu', which computes with what"
+                " lies in host memory"
+            )
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
@@ -419,6 +433,8 @@ class Config:
         )
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
+        if self.weight_offload_gib != AUTO_OFFLOAD:
+            self.weight_offload_gib = check_host_memory("weight_offload_gib", self.weight_offload_gib)
         seconds = 1, math.inf, "of seconds, at least 1"
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, *seconds)
         self.placement_timeout = check_number("placement_timeout", self.placement_timeout, *seconds)

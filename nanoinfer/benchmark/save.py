@@ -107,7 +107,7 @@ def _write(args: argparse.Namespace, folder: Path, status: StatusLine) -> str:
     status.begin("drawing random weights")
     RandomSource(config.seed, device).fill(drawn)
     if args.routing == "skewed":
-        skew_routers(model)
+        skew_routers(model.modules())
     status.begin(f"writing {num_bytes / 1e9:.3g} GB")
     save_table(table, folder, names)
     how, routers = args.quantization or config.dtype, f", {args.routing} routers" if has_experts(args.config) else ""

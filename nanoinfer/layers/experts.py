@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -288,8 +288,8 @@ class MixtureOfExperts(nn.Module):
         self.taken = torch.full((most, self.router.routing.used), -1, dtype=torch.int32, device=weight.device)
 
 
-def skew_routers(model: nn.Module) -> None:
-    """Skew all routers of a model with random weights, see Router.skew."""
-    for module in model.modules():
+def skew_routers(modules: Iterable[nn.Module]) -> None:
+    """Skew the routers among the modules of a model with random weights, see Router.skew."""
+    for module in modules:
         if isinstance(module, Router):
             module.skew()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
 from nanoinfer.models.classes import LACKING, READERS, described_as
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
@@ -174,13 +174,19 @@ def describe(config: PretrainedConfig) -> Description:
 
 
 def build(
-    model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel, head_dtype: torch.dtype
+    model: Description,
+    max_model_len: int,
+    backend: AttentionBackend,
+    tp: TensorParallel,
+    head_dtype: torch.dtype,
+    place: Place = anywhere,
 ) -> CausalLM:
     """Build one rank's share of a model by the class that its description names; the weights hold any numbers.
 
     max_model_len: a sequence has at most so many tokens; head_dtype: of the logits and of the head's matrix
+    place: where the layers' parameters get memory
     """
     file, name = model.module.rsplit(".", 1)
-    made = getattr(import_module(file), name)(model, max_model_len, backend, tp, head_dtype)
+    made = getattr(import_module(file), name)(model, max_model_len, backend, tp, head_dtype, place)
     assert isinstance(made, CausalLM)
     return made

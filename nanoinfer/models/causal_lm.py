@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +17,25 @@ from nanoinfer.layers.embedding import Head
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
+Place: TypeAlias = Callable[[int], AbstractContextManager[object]]  # takes a layer's number; returns the context in
+# which it is built, whose memory its parameters get
+
+
+def anywhere(layer: int) -> AbstractContextManager[object]:
+    """Let a layer's parameters have memory as all others."""
+    return nullcontext()
+
 
 class CausalLM(nn.Module, ABC):
     """One rank's share of a model. Its weights are those of its modules that have shards (weights/shards.py).
 
     lm_head: what computes the logits before their scale; another may take its place
+    pass_over: takes the layers that a forward pass runs, and yields them when their weights are there; another may take
+        its place
     """
 
     lm_head: Head
+    pass_over: Callable[[nn.ModuleList], Iterable[nn.Module]]
 
     @abstractmethod
     def __init__(
@@ -32,9 +45,16 @@ class CausalLM(nn.Module, ABC):
         backend: AttentionBackend,
         tp: TensorParallel,
         head_dtype: torch.dtype,
+        place: Place = anywhere,
     ) -> None:
-        """head_dtype: the logits', and that of the matrix that computes them."""
+        """head_dtype: the logits', and that of the matrix that computes them; place: where layers are built."""
         super().__init__()
+        self.pass_over = iter
+
+    @property
+    @abstractmethod
+    def each_layer(self) -> Sequence[nn.Module]:
+        """The layers, numbered as `place` numbers them."""
 
     @property
     @abstractmethod

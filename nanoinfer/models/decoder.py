@@ -9,7 +9,7 @@ biases, windows and scales the model has. Only constructors read it, no forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,7 @@ from nanoinfer.layers.head_transform import TransformBeforeHead
 from nanoinfer.layers.label_head import LabelHead
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.text_head import TextHead
-from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.inputs import DecoderInputs
 from nanoinfer.models.layers import make_layers
@@ -60,15 +60,16 @@ class Decoder(CausalLM):
         backend: AttentionBackend,
         tp: TensorParallel,
         head_dtype: torch.dtype,
+        place: Place = anywhere,
     ) -> None:
         """Build the layers; arguments: as CausalLM says."""
-        super().__init__(model, max_model_len, backend, tp, head_dtype)
+        super().__init__(model, max_model_len, backend, tp, head_dtype, place)
         self.tp, self.different_layers = tp, model.different_layers
         self.inputs = DecoderInputs(model, max_model_len, tp)
         self.embedding = self.inputs.embedding
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
-        layers, self.joint = make_layers(model, max_model_len, rotaries, backend, tp)
+        layers, self.joint = make_layers(model, max_model_len, rotaries, backend, tp, place)
         self.layers, self.num_layers = nn.ModuleList(layers), len(layers)
         self.result_projection = _make_result_projection(model)
         self.head_transform = _make_head_transform(model)
@@ -93,6 +94,11 @@ class Decoder(CausalLM):
         return self.embedding
 
     @property
+    def each_layer(self) -> Sequence[nn.Module]:
+        """The layers, of two halves each if the model's have these."""
+        return list(self.layers)
+
+    @property
     def first_id(self) -> int:
         """The first of this rank's token ids."""
         return self.lm_head.first_id
@@ -108,7 +114,7 @@ class Decoder(CausalLM):
             context.rotary_rows = self.long_rotary.rows(context)
         x, residual = self.inputs(token_ids, context), None
         deep = [] if context.media is None else context.media.deep
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.pass_over(self.layers)):
             x, residual = layer(x, residual, context)
             if number < len(deep):
                 assert context.media is not None

@@ -15,6 +15,7 @@ from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputBranch
 from nanoinfer.layers.norm import Joint, NormLayer, add_branches
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding, query_scales
+from nanoinfer.models.causal_lm import Place, anywhere
 from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_experts, make_mlp
@@ -132,32 +133,45 @@ Layer: TypeAlias = DecoderLayer | LayerOfHalves | OneBranchLayer | ParallelLayer
 
 
 def make_layers(
-    model: Description, max_model_len: int, rotaries: Rotaries, backend: AttentionBackend, tp: TensorParallel
+    model: Description,
+    max_model_len: int,
+    rotaries: Rotaries,
+    backend: AttentionBackend,
+    tp: TensorParallel,
+    place: Place = anywhere,
 ) -> tuple[list[Layer], Joint]:
-    """Make the layers, and the joint behind the last one. rotaries: by the layers' ropes"""
-    joints, layers = _joints(model, tp), list[Layer]()
+    """Make the layers, and the joint behind the last one. rotaries: by the layers' ropes; place: as for CausalLM"""
+    joints, halves = _joints(model, tp), list[Layer]()
     scaling = model.query_scaling
     scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
     for layer, rope in enumerate(model.ropes):
         rotary = None if rope is None else rotaries[rope]
-        if isinstance(model.mixers[layer], NoMixer):
-            layers.append(OneBranchLayer(next(joints), None, make_mlp(model, layer, tp)))
-            continue
-        mixer = make_mixer(model, layer, rotary, scales, backend, tp)
-        if model.has_one_branch:
-            layers.append(OneBranchLayer(next(joints), mixer, None))
-            continue
-        mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
-        if model.is_parallel:
-            mlp_norm = _norm(model, layer, model.names_of(layer).mlp_norm)
-            layers.append(ParallelLayer(next(joints), mixer, mlp_norm, mlp, tp))
-            continue
-        of_branches = next(joints), mixer, next(joints), mlp
-        layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
-    return _of_halves(model, layers, tp) if model.in_halves else layers, next(joints)
+        with place(layer // 2 if model.in_halves else layer):
+            mixer = None
+            if not isinstance(model.mixers[layer], NoMixer):
+                mixer = make_mixer(model, layer, rotary, scales, backend, tp)
+            halves.append(_make_layer(model, layer, mixer, joints, tp))
+    layers = _of_halves(model, halves, tp, place) if model.in_halves else halves
+    return layers, next(joints)
 
 
-def _of_halves(model: Description, halves: list[Layer], tp: TensorParallel) -> list[Layer]:
+def _make_layer(
+    model: Description, layer: int, mixer: Mixer | None, joints: Iterator[Joint], tp: TensorParallel
+) -> Layer:
+    """Make a layer around its mixer; None: it has an MLP alone."""
+    if mixer is None:
+        return OneBranchLayer(next(joints), None, make_mlp(model, layer, tp))
+    if model.has_one_branch:
+        return OneBranchLayer(next(joints), mixer, None)
+    mlp, branch = make_mlp(model, layer, tp), _make_input_branch(model, layer, tp)
+    if model.is_parallel:
+        mlp_norm = _norm(model, layer, model.names_of(layer).mlp_norm)
+        return ParallelLayer(next(joints), mixer, mlp_norm, mlp, tp)
+    of_branches = next(joints), mixer, next(joints), mlp
+    return DecoderLayer(*of_branches, None if branch is None else (next(joints), branch))
+
+
+def _of_halves(model: Description, halves: list[Layer], tp: TensorParallel, place: Place) -> list[Layer]:
     """Put each two layers, and the experts of the first of them, together."""
     layers = list[Layer]()
     for number in range(0, model.num_layers, 2):
@@ -165,7 +179,9 @@ def _of_halves(model: Description, halves: list[Layer], tp: TensorParallel) -> l
         assert isinstance(first, DecoderLayer)
         assert isinstance(second, DecoderLayer)
         assert model.experts is not None
-        layers.append(LayerOfHalves(first, second, make_experts(model, model.experts, number, tp), tp))
+        with place(number // 2):
+            experts = make_experts(model, model.experts, number, tp)
+        layers.append(LayerOfHalves(first, second, experts, tp))
     return layers
 
 

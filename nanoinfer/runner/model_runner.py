@@ -29,7 +29,14 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
-from nanoinfer.runner.memory.plan import MemoryPlan, graph_bytes, named_memory_errors, plan_memory, shorten_on_cpu
+from nanoinfer.runner.memory.plan import (
+    MemoryPlan,
+    Streaming,
+    graph_bytes,
+    named_memory_errors,
+    plan_memory,
+    shorten_on_cpu,
+)
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
@@ -40,6 +47,8 @@ from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 from nanoinfer.runner.steps.steps import Steps
+from nanoinfer.runner.streaming.choice import hint
+from nanoinfer.runner.streaming.rates import seconds_of
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
 
@@ -197,13 +206,30 @@ class ModelRunner:
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
         needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), media_bytes, slots
-        self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
+        streaming = self._streaming()
+        self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs, streaming)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)
         if slots:
             self.host_blocks = HostBlocks(slots, self.holdings.kv_cache, is_lazy=self.config.starts_ranks)
             if not self.config.starts_ranks:  # each rank plans by itself, and all must plan alike
                 self.host_blocks.num_slots = self.tp.min(self.host_blocks.num_ready(), self.device)
+
+    def _streaming(self) -> Streaming:
+        """Say what is known of layers in host memory: how long their copies take, and which steps take as long."""
+        stream = self.holdings.stream
+        if stream is None or self.device.type == "cpu":
+            return Streaming(0 if stream is None else stream.num_bytes, hint=self._hint)
+        copying = stream.seconds_of_copies()
+        prompts = Trials(self.config, self.steps.max_blocks, self.device).largest_prefills()[0]
+        computing = seconds_of(partial(self.run, prompts), self.device) / prompts.num_tokens
+        return Streaming(stream.num_bytes, copying, int(copying / computing), self._hint)
+
+    def _hint(self, lacking: int) -> str:
+        """Say which weight_offload_gib makes room for so many bytes that are lacking; "": none does."""
+        stream = self.holdings.stream
+        saved = 0 if stream is None else stream.saved_bytes
+        return "" if self.device.type == "cpu" else hint(self.config, self.holdings.layer_sizes, lacking + saved)
 
     def _capture(self) -> None:
         """Capture the decode steps."""
@@ -324,6 +350,7 @@ class ModelRunner:
     def _forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> Launched:
         """Replay the model of a decode step, or launch it if it was not captured."""
         if self.graphs is not None and num_rows <= self.graphs.largest:
+            self.holdings.rest()
             return self.graphs.forward(num_rows, kind)
         self.steps.forward(num_rows, kind, max_context_len)
         return self.steps.launched(num_rows, num_rows, kind)

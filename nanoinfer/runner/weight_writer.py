@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 import torch
@@ -15,10 +16,11 @@ from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.bar import MakeBar
 from nanoinfer.runner.start.voice import Voice
+from nanoinfer.runner.streaming.stream import LayerStream
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Derived, Matrix
-from nanoinfer.weights.shards import Table, Target, table_of
+from nanoinfer.weights.shards import Table, Target, at_hand, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 MOST_WAITING = 1024  # copies; CUDA launches many small ones together in the time of a few
@@ -29,10 +31,15 @@ class WeightWriter:
     """Writes tensors where the table of shards says. Parameters stay where they are, so that CUDA graphs stay valid."""
 
     def __init__(
-        self, model: nn.Module, tower: TransformersTower | None, tp: TensorParallel, device: torch.device
+        self,
+        model: nn.Module,
+        tower: TransformersTower | None,
+        tp: TensorParallel,
+        device: torch.device,
+        stream: LayerStream | None = None,
     ) -> None:
-        """tower: the one for images, if there is one"""
-        self._model, self._tower = model, tower
+        """tower: the one for images, if there is one; stream: of the layers that lie in host memory, if some do"""
+        self._model, self._tower, self._stream = model, tower, stream
         self._tp = tp
         self._device = device
         self._reader = BucketReader(device)
@@ -47,7 +54,15 @@ class WeightWriter:
         return self._make_table()
 
     def _make_table(self) -> Table:
-        return table_of(self._model) | ({} if self._tower is None else self._tower.table())
+        away = {} if self._stream is None else self._stream.away
+        return table_of(self._model, away) | ({} if self._tower is None else self._tower.table())
+
+    def _parts(self) -> Iterator[list[nn.Module]]:
+        """Yield the model's modules in parts, each while its weights are where they are used."""
+        if self._stream is None:
+            yield list(self._model.modules())
+        else:
+            yield from self._stream.parts(self._model)
 
     def load(self, config: Config, voice: Voice) -> None:
         """Fill the weights of model and tower, which have just been built; raises ValueError as Source.fill does."""
@@ -58,7 +73,8 @@ class WeightWriter:
             source = RandomSource(config.seed, self._device)
         self.fill(source, partial(voice.bar, "Weights", "B"))
         if config.load_format == "dummy_skewed":
-            skew_routers(self._model)
+            for modules in self._parts():
+                skew_routers(modules)
         self.finish()
 
     def fill(self, source: Source, bar: MakeBar) -> None:
@@ -67,10 +83,11 @@ class WeightWriter:
 
     def finish(self) -> None:
         """Let each matrix do what its format does with what has been written."""
-        for kinds in ((Matrix, Experts), Derived):
-            for module in self._model.modules():
-                if isinstance(module, kinds):
-                    module.finish()
+        for modules in self._parts():
+            for kinds in ((Matrix, Experts), Derived):
+                for module in modules:
+                    if isinstance(module, kinds):
+                        module.finish()
 
     @cached_property
     def _twins(self) -> set[str]:
@@ -115,8 +132,9 @@ class WeightWriter:
 
     def _compare(self, name: str, target: Target, source: Tensor) -> None:
         """Compare a tensor with another one that has filled the same target. The host does not wait for it."""
-        assert isinstance(target, Tensor)
-        self._unlike.append((name, (target != source.to(target)).any()))
+        held = at_hand(target)
+        assert isinstance(held, Tensor)
+        self._unlike.append((name, (held != source.to(held)).any()))
 
     @torch.inference_mode()
     def write_bucket(self, bucket: Bucket) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.shards import Table, Target
+from nanoinfer.weights.shards import Away, Table, whole_of
 
 FEW = 8
 
@@ -22,19 +22,16 @@ def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     targets = [(name, shard.target) for name in names for shard in table[name] if not shard.is_limit]
     if not targets:
         return None
-    summed = [target if len(targets) <= FEW else _whole(target) for _, target in targets]
-    each = {id(values): values for values in summed}.values()  # there are fewer parameters than targets
+    summed = [target if len(targets) <= FEW else whole_of(target) for _, target in targets]
+    each = {_identity(values): values for values in summed}.values()  # there are fewer parameters than targets
     sums = torch.stack([_numbers(values).sum(dtype=torch.float32) for values in each])
     if sums.isfinite().all():
         return None
     return next((name for name, target in targets if not _numbers(target).isfinite().all()), None)
 
 
-def _whole(target: Target) -> Any:
-    """Return the parameter of which the target is a slice."""
-    if isinstance(target, Tensor):
-        return target if target._base is None else target._base
-    return target.whole
+def _identity(values: Any) -> int:
+    return id(values.target if isinstance(values, Away) else values)
 
 
 def describe_not_finite(table: Table, name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -67,7 +68,65 @@ class Saved(Written, Protocol):
         ...
 
 
+class Away:
+    """A target whose memory is not its own: a layer's numbers are there only while somebody uses them.
+
+    It is written and read as any Written is, and brings the numbers for that.
+    """
+
+    def __init__(self, target: Tensor | Written, bring: Bring) -> None:
+        """target: the one in the shared memory"""
+        self.target, self._bring = target, bring
+
+    def at_hand(self, writes: bool = False) -> Tensor | Written:
+        """Return the target, whose numbers are there until another layer's are brought. writes: they will change"""
+        self._bring(writes)
+        return self.target
+
+    @property
+    def shape(self) -> torch.Size:
+        """The target's."""
+        return self.target.shape
+
+    @property
+    def whole(self) -> Away:
+        """The parameter of which the target is a part."""
+        return Away(whole_of(self.target), self._bring)
+
+    def __getitem__(self, rows: slice) -> Away:
+        return Away(self.target[rows], self._bring)
+
+    def copy_(self, values: Tensor) -> None:
+        """Write all of the target."""
+        self.at_hand(writes=True).copy_(values)
+
+    def unpacked(self) -> Tensor:
+        """Return the target's numbers, which stay until another layer's are brought."""
+        target = self.at_hand()
+        return target if isinstance(target, Tensor) else target.unpacked()
+
+
+Bring = Callable[[bool], object]  # brings what an Away needs; takes whether that will change
 Target = Tensor | Written
+
+
+def at_hand(target: Target, writes: bool = False) -> Target:
+    """Return a target that is where its numbers are. writes: they will change"""
+    return target.at_hand(writes) if isinstance(target, Away) else target
+
+
+def is_tensor(target: Target) -> bool:
+    """Return whether a target is a plain tensor, also one that is Away."""
+    return isinstance(target.target if isinstance(target, Away) else target, Tensor)
+
+
+def whole_of(target: Target) -> Any:
+    """Return the parameter of which a target is a slice."""
+    if isinstance(target, Tensor):
+        return target if target._base is None else target._base
+    return target.whole
+
+
 Fill = Literal["noise", "ones", "zeros"]
 
 
@@ -148,7 +207,7 @@ class Shard:
 
         Of plain tensors of two names, a checkpoint may store both.
         """
-        return self.entry is not None or (bool(self.replaces) and not isinstance(self.target, Tensor))
+        return self.entry is not None or (bool(self.replaces) and not is_tensor(self.target))
 
     def under(self, module: str, other: str) -> Shard:
         """Return the shard of the tensor that a checkpoint may store in another module instead."""
@@ -275,12 +334,17 @@ class HasShards(Protocol):
         ...
 
 
-def table_of(model: nn.Module) -> Table:
-    """Collect all shards of a model, by the name of the tensor in the checkpoint."""
+def table_of(model: nn.Module, away: Mapping[nn.Module, Bring] = MappingProxyType({})) -> Table:
+    """Collect all shards of a model, by the name of the tensor in the checkpoint.
+
+    away: the modules whose parameters are not always where they are used, and what brings these
+    """
     table: Table = {}
     for module in model.modules():
         if isinstance(module, HasShards):
             for shard in module.shards():
+                if (bring := away.get(module)) is not None:
+                    shard = replace(shard, target=Away(shard.target, bring))
                 table.setdefault(shard.name, []).append(shard)
     return table
 

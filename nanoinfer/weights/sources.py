@@ -27,7 +27,7 @@ from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
 from nanoinfer.weights.safetensors_files import SafetensorsFiles
-from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Shard, Table, Target, device_of_table
+from nanoinfer.weights.shards import SPREAD, Away, Drawn, Fill, Shard, Table, Target, at_hand, device_of_table
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the tensors' names
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
@@ -56,7 +56,7 @@ class RandomSource:
         generator: torch.Generator | None = None
         with bar(sum(_drawn_bytes(shard.target) for shard in shards)) as advance:
             for shard in shards:
-                target = shard.target
+                target = at_hand(shard.target, writes=True)
                 device = target.device if isinstance(target, Tensor) else self.device
                 generator = generator or torch.Generator(device).manual_seed(self.seed)
                 if isinstance(target, Drawn):
@@ -318,7 +318,8 @@ class TensorSource:
 
 def _drawn_bytes(target: Target) -> int:
     """Return how many bytes of random numbers fill a target; those of one that is no tensor are rounded afterwards."""
-    dtype = target.dtype if isinstance(target, Tensor) else torch.get_default_dtype()
+    own = target.target if isinstance(target, Away) else target
+    dtype = own.dtype if isinstance(own, Tensor) else torch.get_default_dtype()
     return math.prod(target.shape) * dtype.itemsize
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.draft import Draft
 from nanoinfer.media.tower.tower import BATCH_BYTES, TransformersTower
 from nanoinfer.models import build
-from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import AdapterSlots
@@ -20,9 +20,15 @@ from nanoinfer.runner.drafting.draft_weights import DraftWeights
 from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
+from nanoinfer.runner.memory.plan import rough_step_bytes
+from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
+from nanoinfer.runner.streaming.choice import choose_layers, hint, host_lacks
+from nanoinfer.runner.streaming.layer_memory import LayerMemory, count_layers
+from nanoinfer.runner.streaming.plan import NOTHING, LayerSizes
+from nanoinfer.runner.streaming.stream import LayerStream
 from nanoinfer.runner.weight_writer import WeightWriter
 
 
@@ -35,6 +41,7 @@ class Holdings:
     tower: the one for images; None: the LLM sees none
     adapters: those beside the model; None: the LLM has none
     media: the embeddings of images and videos in prompts that are being computed, if there is a tower
+    stream: of the layers that lie in host memory; None: none does
     routing: where there is a host, if outputs are to have the experts
     draft: this rank's share of the draft; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
@@ -64,19 +71,20 @@ class Holdings:
         self.adapters: AdapterSlots | None = None
         self.media: MediaEmbeddings | None = None
         self.routing: ExpertChoices | None = None
-        self.weights = self._build()
-        self.draft = None if config.draft is None else self._build_draft(config.draft)
+        self.stream: LayerStream | None = None
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         guesses = 0 if config.speculation is None else config.max_guesses
         self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype, guesses)
+        self.weights = self._build()
+        self.draft = None if config.draft is None else self._build_draft(config.draft)
 
     def _build(self) -> WeightWriter:
         """Build the model, whose weights hold any numbers; returns what writes into them."""
         config, description = self._config, self._config.description
-        memory = nullcontext() if self._lender is None else self._lender.for_weights()
-        with self._device, default_dtype(config.torch_dtype), memory:
-            self.model = build(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
-        self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        try:
+            self._build_model()
+        except torch.OutOfMemoryError as error:
+            raise self._too_large(error) from error
         self.tower = self._build_tower()
         if config.is_one_by_one:
             self.model.fix_parts()
@@ -85,7 +93,54 @@ class Holdings:
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = ExpertChoices(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
-        return WeightWriter(self.model, self.tower, self._tp, self._device)
+        return WeightWriter(self.model, self.tower, self._tp, self._device, self.stream)
+
+    def _build_model(self) -> None:
+        plan = NOTHING
+        if self._config.weight_offload_gib:
+            sizes = self.layer_sizes
+            plan = choose_layers(self._config, sizes, (self.cache_spec, self.state_spec), self._device)
+        with self._device, nullcontext() if self._lender is None else self._lender.for_weights():
+            memory = LayerMemory(plan, self._device) if plan.layers else None
+            self.model = self._new_model(anywhere if memory is None else memory.place)
+        self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        if memory is not None:
+            try:
+                self.stream = LayerStream(self.model, memory)
+            except (MemoryError, RuntimeError) as error:
+                raise host_lacks(self._config, plan, sizes, error) from error
+            self.model_bytes -= self.stream.saved_bytes
+
+    def _new_model(self, place: Place) -> CausalLM:
+        config = self._config
+        how = config.max_model_len, self._backend, self._tp, config.torch_head_dtype
+        with default_dtype(config.torch_dtype):
+            return build(config.description, *how, place)
+
+    @cached_property
+    def layer_sizes(self) -> LayerSizes:
+        """The bytes of the model's layers on this rank, wherever they lie."""
+        description = self._config.description
+        with self._device:
+            num_layers = description.num_layers // (2 if description.in_halves else 1)
+            return count_layers(self._new_model, num_layers, self._device)
+
+    def _too_large(self, error: torch.OutOfMemoryError) -> ValueError:
+        """Return the error of a model whose weights the device does not hold."""
+        if self._lender is not None:
+            self._lender.close()  # of what is there by now
+        free, total = torch.cuda.mem_get_info(self._device)
+        lacking = self.layer_sizes.total - int(self._config.gpu_memory_utilization * total) + (total - free)
+        streaming = hint(self._config, self.layer_sizes, lacking + rough_step_bytes(self._config))
+        return ValueError(
+            f"model: its weights take {self.layer_sizes.total / 2**30:,.1f} GiB of each GPU, of which"
+            f" {free / 2**30:,.1f} are free: {what_makes_room(self._config, streaming)}: {error}"
+        )
+
+    def rest(self) -> None:
+        """Have the layers where a step expects them that steps bring from host memory."""
+        if self.stream is not None:
+            self.stream.rest()
 
     def _build_draft(self, draft: Draft) -> DraftWeights:
         memory = nullcontext() if self._lender is None else self._lender.for_weights()
@@ -133,6 +188,7 @@ class Holdings:
     def save_weights(self) -> str | None:
         """Copy the weights of a GPU to host memory; returns why some rank cannot, or None."""
         fault = None
+        self.rest()
         if self._lender is not None:
             try:
                 self._lender.save_weights()
@@ -146,6 +202,7 @@ class Holdings:
         keep_weights: `save_weights` has been called before; the weights of the CPU stay where they are
         """
         if self._lender is not None:
+            self.rest()
             if not keep_weights:
                 self._lender.drop_copy()
             self._lender.lend("weights")
@@ -158,6 +215,7 @@ class Holdings:
             self.routing = self.media = self.tower = self.adapters = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
+            self._close_stream()
 
     def take_back(self, tag: Tag) -> str | None:
         """Have the memory of the weights or of the KV cache again; returns why some rank cannot, or None."""
@@ -188,6 +246,8 @@ class Holdings:
 
     def _begin_anew(self) -> None:
         """Fill what nobody else fills, after a sleep that has kept no weights."""
+        if self.stream is not None:
+            self.stream.forget()
         if self.adapters is not None:
             self.adapters.clear()
         if self.draft is not None:
@@ -199,10 +259,16 @@ class Holdings:
             return None
         return fault or "another rank has too little"
 
+    def _close_stream(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
     def close(self) -> None:
         """Give all memory back for good."""
         self.routing = self.media = self.tower = self.adapters = self.draft = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
+        self._close_stream()
         if self._lender is not None:
             self._lender.close()

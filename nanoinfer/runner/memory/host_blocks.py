@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.process.host_memory import free_bytes, pages
+from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.runner.memory.block_copy import copy_block, pair_parts
 from nanoinfer.runner.memory.kv_cache import KVCache
+from nanoinfer.runner.memory.pinned_pages import pinned, unpin
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import Transfers
 
@@ -157,11 +157,7 @@ class HostBlocks:
         num_bytes = self._per_chunk * self._slot_bytes
         if (free := free_bytes()) < num_bytes + SPARE_BYTES:
             raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
-        chunk = torch.from_numpy(np.frombuffer(pages(num_bytes), np.uint8))
-        if self._stream is not None:
-            chunk.fill_(0)  # pages that are there are pinned in less time
-            with torch.cuda.device(self._device):
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0)))
+        chunk = pinned(num_bytes, self._device)
         return chunk.view(self._dtype).view(self._per_chunk, *self._shape)
 
     def close(self) -> None:
@@ -174,6 +170,5 @@ class HostBlocks:
         if self._stream is not None:
             self._stream.synchronize()
             for chunk in self._chunks:
-                if chunk.is_pinned():
-                    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())))
+                unpin(chunk)
         self._chunks.clear()

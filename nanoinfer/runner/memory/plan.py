@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,6 +55,10 @@ class MemoryPlan:
     host_blocks: host memory may hold the content of so many further blocks, or states in their place
     max_model_len: a sequence has at most this many tokens, no more than the KV cache holds
     max_position: the model's own limit, which max_model_len may not exceed
+    streamed: the weights of layers in host memory, from which they come in each step, take this much
+    copy_seconds: the copies of a step take so long; on the CPU 0, as for steps
+    hiding_tokens: a step that computes so many tokens, of prompts or one of each row, takes as long as its copies, by
+        what a step of prompts took at the start; 0: nothing is streamed, or it was not measured
     """
 
     total: int
@@ -74,6 +78,9 @@ class MemoryPlan:
     host_blocks: int
     max_model_len: int
     max_position: int
+    streamed: int = 0
+    copy_seconds: float = 0
+    hiding_tokens: int = 0
 
     def __str__(self) -> str:
         sizes = {
@@ -90,11 +97,31 @@ class MemoryPlan:
         size = self.host_blocks * self.block_bytes
         host = f", and {self.host_blocks:,} blocks of {_gib(size)} GiB in host memory" if size else ""
         waste = f", {self.waste:.1%} of it unused" if self.waste else ""
+        streamed = f"; {_gib(self.streamed)} GiB of layers come from host memory" if self.streamed else ""
+        if self.copy_seconds:
+            streamed += f" in {self.copy_seconds:.3g} s of each step, which {self.hiding_tokens:,} tokens hide"
         return (
             f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB{waste}, for"
-            f" {self.tokens:,} tokens{host});"
+            f" {self.tokens:,} tokens{host}){streamed};"
             f" max_model_len={self.max_model_len} of the model's {self.max_position}"
         )
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What is known of layers in host memory before the memory is planned.
+
+    num_bytes, copy_seconds, hiding_tokens: see MemoryPlan's streamed, and so on
+    hint: takes bytes that are lacking, and says how streaming makes room for them; "": it does not
+    """
+
+    num_bytes: int = 0
+    copy_seconds: float = 0
+    hiding_tokens: int = 0
+    hint: Callable[[int], str] = lambda lacking: ""
+
+
+NOT_STREAMED = Streaming()
 
 
 def _gib(size: int) -> str:
@@ -109,7 +136,7 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 
     Raises a ValueError that names the options to change, if the device's memory does not hold it.
     """
-    _check_rows(config, _limit(config, device, held=0))
+    _check_rows(config, limit_bytes(config, device, held=0))
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -142,7 +169,7 @@ def _check_rows(config: Config, limit: int) -> None:
         )
 
 
-def _limit(config: Config, device: torch.device, held: int) -> int:
+def limit_bytes(config: Config, device: torch.device, held: int) -> int:
     """Return how many bytes may be in use; held: of these, the model's."""
     return held + CPU_BUDGET if device.type == "cpu" else int(total_bytes(device) * config.gpu_memory_utilization)
 
@@ -169,6 +196,17 @@ def graph_bytes(config: Config, sizes: Mapping[DecodeKind, Collection[int]]) -> 
     return int(graphs * BYTES_PER_GRAPH)
 
 
+def rough_step_bytes(config: Config) -> int:
+    """Return about how many bytes the largest step and the graphs take on a GPU, before one has run."""
+    model, ranks = config.description, config.tensor_parallel_size
+    numbers = 6 * model.hidden_size + 3 * model.widest // ranks
+    if model.experts is not None:
+        numbers += model.experts.used * (2 * model.experts.size // ranks + model.hidden_size)
+    step = config.max_num_batched_tokens * numbers * config.torch_dtype.itemsize
+    logits = config.max_num_seqs * model.vocab_size // ranks * (config.torch_head_dtype.itemsize + 8)
+    return step + logits + (0 if config.enforce_eager else 64 * BYTES_PER_GRAPH)
+
+
 def total_bytes(device: torch.device) -> int:
     """Return the device's memory; on the CPU, the machine's."""
     if device.type == "cpu":
@@ -187,15 +225,17 @@ def plan_memory(
     graphs: int,
     images: int = 0,
     host_blocks: int = 0,
+    streaming: Streaming = NOT_STREAMED,
 ) -> MemoryPlan:
     """Divide the device's memory: what MemoryPlan says of blocks.
 
     steps, graphs, images, host_blocks: see MemoryPlan
     held: the bytes of the model; on a GPU, `used` counts these and all else, of every process
+    streaming: what is known of layers in host memory
     The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
     """
-    total, limit, used = total_bytes(device), _limit(config, device, held), held
+    total, limit, used = total_bytes(device), limit_bytes(config, device, held), held
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
@@ -207,7 +247,7 @@ def plan_memory(
         slots = math.ceil(SLOTS_OF_A_ROW * rows)
     states = slots * state_spec.slot_bytes
     asked = config.num_kvcache_blocks
-    blocks = _blocks_that_fit(config, spec, budget - states) if asked is None else layout.pool_of(asked)
+    blocks = _blocks_that_fit(config, spec, budget - states, streaming) if asked is None else layout.pool_of(asked)
     longest = layout.longest(blocks, config.max_model_len)
     plan = MemoryPlan(
         total=total,
@@ -227,6 +267,9 @@ def plan_memory(
         host_blocks=host_blocks,
         max_model_len=longest,
         max_position=config.description.max_position,
+        streamed=streaming.num_bytes,
+        copy_seconds=streaming.copy_seconds,
+        hiding_tokens=streaming.hiding_tokens,
     )
     if tp.rank == 0 and not config.has_replicas:  # else the LLM's process tells, for all replicas
         tell(config, plan)
@@ -258,7 +301,7 @@ def _rows_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: i
     return min(config.max_num_seqs, max(1, int(budget / row_bytes)))
 
 
-def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
+def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int, streaming: Streaming) -> int:
     """Return how many blocks the budget holds; ValueError if these do not hold a sequence of max_model_len."""
     layout = spec.layout
     if not layout.groups:
@@ -268,10 +311,11 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
     if budget < needed:
         fit = layout.longest(max(budget, 0) // spec.block_bytes, length)
         lowered = "max_model_len" if fit else "kvcache_block_size"
+        room = what_makes_room(config, streaming.hint(needed - budget))
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
             f" {needed / 2**20:,.0f} MiB in blocks (kvcache_block_size={config.kvcache_block_size}"
-            f"{_told_of_draft(config, needed)}); {fit} tokens fit: lower {lowered}, or {what_makes_room(config)}"
+            f"{_told_of_draft(config, needed)}); {fit} tokens fit: lower {lowered}, or {room}"
         )
     return min(budget // spec.block_bytes, MAX_SLOTS // layout.most_slots)
 

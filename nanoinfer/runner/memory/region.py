@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -109,10 +109,23 @@ class Region:
         return -(-size // self._granularity) * self._granularity
 
 
+class Memory(Protocol):
+    """What gives tensors of one device their memory, as a Region does."""
+
+    @property
+    def device(self) -> torch.device:
+        """The tensors'."""
+        ...
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor with any content."""
+        ...
+
+
 class FromRegion(TorchFunctionMode):
     """A context in which torch.empty takes its memory from a region, as the parameters of a model do."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Memory) -> None:
         super().__init__()
         self.region = region
 

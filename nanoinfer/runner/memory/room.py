@@ -29,8 +29,11 @@ def room_for(config: Config, needed: int) -> str:
     return f"{held} tokens fit: {first}{what_makes_room(config)}"
 
 
-def what_makes_room(config: Config) -> str:
-    """Say which options would let the KV cache hold more tokens; those that change no results come first."""
+def what_makes_room(config: Config, streaming: str = "") -> str:
+    """Say which options would let the KV cache hold more tokens; those that change no results come first.
+
+    streaming: what makes room by keeping layers in host memory, if something does
+    """
     if not config.fits_memory:
         return f"raise num_kvcache_blocks={config.num_kvcache_blocks}"
     if config.device == "cpu":
@@ -42,6 +45,8 @@ def what_makes_room(config: Config) -> str:
         raised.append(f"tensor_parallel_size={config.tensor_parallel_size}")
     if raised:
         parts.append(f"raise {' or '.join(raised)}")
+    if streaming:
+        parts.append(streaming)
     adapters = f" or max_adapters={config.max_adapters}" if config.max_adapters else ""
     lowered = f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
     parts.append(f"lower {lowered}{adapters}")

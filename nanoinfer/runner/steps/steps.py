@@ -50,7 +50,9 @@ class Steps:
         groups = self.kv_cache.layout.groups
         self.max_blocks = [TABLE_STEP * -(-config.max_model_len // (group.block_size * TABLE_STEP)) for group in groups]
         self.sampler = Sampler(self.model.first_id, tp)
-        self._row_decoder = RowDecoder.of(self.model, config.description, self.kv_cache.layers, backend)
+        self._row_decoder = None  # it reads all layers in one launch
+        if holdings.stream is None:
+            self._row_decoder = RowDecoder.of(self.model, config.description, self.kv_cache.layers, backend)
         prefixes = None
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
