@@ -42,9 +42,11 @@ from nanoinfer.benchmark.speculation.repeating import Successors, let_head_agree
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import WORKLOADS, Recipe, Workload
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import AUTO_OFFLOAD
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import describe
 from nanoinfer.process.standard_error import say
+from nanoinfer.runner.streaming.rates import link_rate
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 TIED, VOCABULARY = SHAPE_FIELDS.index("tie_word_embeddings"), SHAPE_FIELDS.index("vocab_size")
@@ -84,6 +86,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
         rates = measure_rates(config)
+        link = link_rate(config.device_of(0)) if llm.memory.streamed else None
+        copying = 0 if link is None else llm.memory.streamed / link
     itemsizes = (
         config.torch_dtype.itemsize,
         config.torch_cache_dtype.itemsize,
@@ -91,7 +95,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     )
     limits = limits_of(llm)
     floor = Floor.of(work.as_it_ended(repeats[-1].output_lens), config.description, limits, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates, copying)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     tokens_out = round(statistics.median(sum(repeat.output_lens) for repeat in repeats))
     return {
@@ -112,6 +116,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kv_offload_gib": args.kv_offload_gib,
+        "weight_offload_gib": args.weight_offload_gib,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "streamed_bytes": llm.memory.streamed,
+        "copy_seconds": llm.memory.copy_seconds,
+        "link_bytes_per_second": link,
         "adapters": args.adapters,
         "max_adapters": config.max_adapters,
         "max_adapter_rank": config.max_adapter_rank,
@@ -174,6 +183,8 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             kv_offload_gib=args.kv_offload_gib,
+            weight_offload_gib=args.weight_offload_gib,
+            gpu_memory_utilization=args.gpu_memory_utilization,
             device=args.device,
             load_format=args.load_format,
             max_adapters=args.max_adapters,
@@ -261,6 +272,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantization", help="fp8, int8, int4, mxfp4 or nf4 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-offload-gib", type=float, help="host memory for what the KV cache cannot hold; 0: none")
+    parser.add_argument(
+        "--weight-offload-gib", type=gib_or_auto, default=0, help="layers in host memory, or auto (default: none)"
+    )
+    parser.add_argument("--gpu-memory-utilization", type=float, help="the share of the GPU's memory (default: LLM's)")
     parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
     parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
     parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
@@ -325,6 +340,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def gib_or_auto(text: str) -> float | str:
+    """Read the value of --weight-offload-gib."""
+    return text if text == AUTO_OFFLOAD else float(text)
 
 
 def is_cpu(device: str) -> bool:

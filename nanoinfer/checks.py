@@ -94,11 +94,14 @@ def check_ranges(options: Any) -> None:
             setattr(options, option.name, check_int(option.name, value, *option.metadata["range"]))
 
 
-def check_number(name: str, value: Any, low: float, high: float, what: str) -> float:
-    """Return the number. Raises ValueError if it is none or out of the range that `what` describes."""
+def check_number(name: str, value: Any, low: float, high: float, what: str, other: str = "") -> float:
+    """Return the number. Raises ValueError if it is none or out of the range that `what` describes.
+
+    other: says what else it may be, which the caller has looked for
+    """
     number = as_number(value)
     if number is None or not low <= number <= high:
-        raise ValueError(f"{name}={short(value)}: must be a number {what}")
+        raise ValueError(f"{name}={short(value)}: must be {other}a number {what}")
     return number
 
 

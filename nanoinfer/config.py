@@ -434,7 +434,7 @@ class Config:
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         if self.weight_offload_gib != AUTO_OFFLOAD:
-            self.weight_offload_gib = check_host_memory("weight_offload_gib", self.weight_offload_gib)
+            self.weight_offload_gib = check_host_memory("weight_offload_gib", self.weight_offload_gib, "'auto', or ")
         seconds = 1, math.inf, "of seconds, at least 1"
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, *seconds)
         self.placement_timeout = check_number("placement_timeout", self.placement_timeout, *seconds)

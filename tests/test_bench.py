@@ -736,9 +736,9 @@ def test_prompts_of_several_prefixes_are_computed_and_read_once_each() -> None:
     """Two prefixes of 8 tokens, of two prompts each, and so twice what one of them takes alone, but for weights."""
     one = floor_of(bench.Workload([[1] * 9] * 2, [4] * 2, prefix_len=8))
     two = floor_of(bench.Workload([[1] * 9] * 4, [4] * 4, prefix_len=8, prefixes=2))
-    for load, other in zip(one.loads, two.loads, strict=True):
+    for load, other in zip([*one.decoding, *one.prompts], [*two.decoding, *two.prompts], strict=True):
         assert other.operations == 2 * load.operations
-    assert two.loads[0].num_bytes == 2 * one.loads[0].num_bytes > 0
+    assert two.decoding[0].num_bytes == 2 * one.decoding[0].num_bytes > 0
 
 
 @pytest.mark.parametrize("name", of_each_kind(["tiny-vl", "internvl3-8b", "smolvlm-2b"], 1, 2))

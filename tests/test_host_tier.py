@@ -729,7 +729,7 @@ class TestLLM:
         """There is memory for three slots, which is what one block of this model takes at a time, and then no more."""
         free = iter([1 << 40] * 3)
         monkeypatch.setattr("nanoinfer.runner.memory.host_blocks.CHUNK_BYTES", 1)
-        monkeypatch.setattr("nanoinfer.runner.memory.host_blocks.free_bytes", lambda: next(free, 0))
+        monkeypatch.setattr("nanoinfer.runner.memory.pinned_pages.free_bytes", lambda: next(free, 0))
         llm = make_llm(**OPTIONS)
         slots = llm.engine.ranks.runner.host_blocks
         assert token_ids(llm) == expected

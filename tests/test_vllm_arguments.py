@@ -284,7 +284,8 @@ class TestOptions:
                 r"must be None, 'auto' or 'vllm': pass SamplingParams; see llm.default_sampling_params\(\)",
             ),
             ({"quantization_config": {"bits": 4}}, r"must be None or empty: .*LLM\(quantization=...\)"),
-            ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights stay on the device"),
+            ({"cpu_offload_gb": "4"}, "cpu_offload_gb='4': must be a number of GiB, at least 0"),
+            ({"cpu_offload_params": {"a"}}, "must be None or empty: layers lie in host memory whole"),
             ({"pipeline_parallel_size": 2}, r"must be None or 1: write LLM\(tensor_parallel_size=...\)"),
             ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': docs/coming-from-elsewhere.md says"),
             (
@@ -364,7 +365,7 @@ class TestOptions:
                 check("LLM", name, library([value, value]), {})
 
     def test_a_boolean_is_no_number(self) -> None:
-        for name, wrong in (("pipeline_parallel_size", True), ("enable_dbo", 0), ("cpu_offload_gb", False)):
+        for name, wrong in (("pipeline_parallel_size", True), ("enable_dbo", 0), ("kv_offloading_size", False)):
             with pytest.raises(ValueError, match=f"{name}={wrong}: "):
                 check("LLM", name, wrong, {})
 

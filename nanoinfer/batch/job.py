@@ -45,6 +45,7 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
     "restart_replicas",
     "tensor_parallel_size",
     "use_tqdm",
+    "weight_offload_gib",
     "worker_timeout",
 }
 MOST_NAMED = 5  # lines that cannot run, before the model loads

@@ -39,11 +39,14 @@ class Load:
 class Floor:
     """The least time a workload can take: for each load the longer of reading and computing.
 
-    decode_steps: the fewest that the workload needs
+    decoding, prompts: the loads of decode steps, and of those of prompts
+    decode_steps, prompt_steps: the fewest that the workload needs
     """
 
-    loads: list[Load]
+    decoding: list[Load]
+    prompts: list[Load]
     decode_steps: int
+    prompt_steps: int
 
     @classmethod
     def of(
@@ -74,13 +77,11 @@ class Floor:
         head, routers = model.vocab_size * model.hidden_size, _router_weights(model)
         dense, expert = _layer_weights(model), _expert_weights(model)
         num_steps = sum(steps.count for steps in decode)
-        loads = [
-            *_tower_loads(work, itemsize),
-            Load(_numbers_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
-            Load(0, 2 * model.num_heads * _pairs(work, model)),
-            *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, state_itemsize)),
-        ]
-        for steps in (*decode, prefill):
+        rows = sum(steps.rows for steps in decode)
+        in_decode, in_prompts = _state_loads(model, rows, prefill.rows, (itemsize, state_itemsize))
+        decoding = [Load(_numbers_read(work, model, num_steps) * (cache_itemsize or itemsize), 0), in_decode]
+        prompts = [*_tower_loads(work, itemsize), Load(0, 2 * model.num_heads * _pairs(work, model)), in_prompts]
+        for steps, loads in (*((steps, decoding) for steps in decode), (prefill, prompts)):
             for format, count in dense.items():
                 num_bytes = steps.count * count * format.weight_bytes(itemsize)
                 loads.append(Load(num_bytes, 2 * steps.rows * count, format))
@@ -90,22 +91,32 @@ class Floor:
             loads.append(Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers))
         in_head = model.head_format.weight_bytes(itemsize)
         for steps in with_logits:
-            loads.append(Load(steps.count * head * in_head, 2 * steps.rows * head, model.head_format))
-        return cls(loads, num_steps)
+            own = prompts if steps is last else decoding
+            own.append(Load(steps.count * head * in_head, 2 * steps.rows * head, model.head_format))
+        return cls(decoding, prompts, num_steps, prefill.count)
 
     def seconds(
-        self, bandwidth: float, rate: float, devices: int, rates: Mapping[Format, float] = MappingProxyType({})
+        self,
+        bandwidth: float,
+        rate: float,
+        devices: int,
+        rates: Mapping[Format, float] = MappingProxyType({}),
+        copying: float = 0,
     ) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
 
         rates: those of the products with matrices of some formats, if they have others
+        copying: the seconds in which each step's layers come from host memory: it takes no less
         """
 
         def of(load: Load) -> float:
             own = rate if load.format is None else rates.get(load.format, rate)
             return max(load.num_bytes / bandwidth, load.operations / own)
 
-        return sum(map(of, self.loads)) / devices
+        return sum(
+            max(sum(map(of, loads)) / devices, steps * copying)
+            for loads, steps in ((self.decoding, self.decode_steps), (self.prompts, self.prompt_steps))
+        )
 
 
 def _tower_loads(work: Workload, itemsize: int) -> list[Load]:

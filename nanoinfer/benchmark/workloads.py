@@ -91,6 +91,7 @@ WORKLOADS = {
     "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
     "chat": Recipe(num_seqs=1000, prompt_lens=(4, 2048), output_lens=(4, 2048), mean_lens=(215, 198)),
     "answers": Recipe(num_seqs=32, prompt_lens=(128, 128), output_lens=(8192, 8192), max_model_len=8320),
+    "streamed": Recipe(prompt_lens=(512, 512), output_lens=(32, 32), max_num_seqs=256, max_model_len=1040),
     "embed": Recipe(num_seqs=10_000, prompt_lens=(200, 200), output_lens=(0, 0)),
     "images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=256),
     "same-images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=16),

@@ -46,9 +46,12 @@ def pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def check_host_memory(name: str, gib: object) -> float:
-    """Return an option's GiB of host memory as a float; raises ValueError if the host has less."""
-    checked = check_number(name, gib, 0, math.inf, "of GiB, at least 0")
+def check_host_memory(name: str, gib: object, other: str = "") -> float:
+    """Return an option's GiB of host memory as a float; raises ValueError if the host has less.
+
+    other: begins what errors say that it must be, if it may be something else, too
+    """
+    checked = check_number(name, gib, 0, math.inf, "of GiB, at least 0", other)
     if checked * 2**30 > (total := total_bytes()):
         raise ValueError(
             f"{name}={short(checked)}: the host has {total / 2**30:,.1f} GiB of memory, a container's limit counted;"

@@ -37,6 +37,12 @@ def report(result: dict[str, Any], is_short: bool) -> None:
     if is_short:
         most, whole = result["num_seqs"], WORKLOADS["nano"].num_seqs
         print(f"on the CPU {most} requests run unless you ask for others; --num-seqs {whole} runs all of nano")
+    if result["streamed_bytes"]:
+        print(
+            f"layers in host memory: {result['streamed_bytes'] / 2**30:.1f} GiB of each rank, whose copies took"
+            f" {result['copy_seconds']:.3f} s at the start; the link now gives"
+            f" {result['link_bytes_per_second'] / 1e9:.1f} GB/s"
+        )
     print(
         f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
         f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it",

@@ -105,7 +105,7 @@ SAME: dict[str, dict[Values, str]] = {
         """,
         values.POSITIVE: "block_size max_loras num_scheduler_steps",
         only(0): """
-            _api_process_rank cpu_offload_gb data_parallel_rank data_parallel_start_rank kv_offloading_size node_rank
+            _api_process_rank data_parallel_rank data_parallel_start_rank kv_offloading_size node_rank
             num_lookahead_slots num_speculative_tokens offload_group_size spec_tokens
         """,
         only("fcfs"): "scheduling_policy",
@@ -225,7 +225,7 @@ ADVICE = {
     "set the environment's CUDA_VISIBLE_DEVICES": "device_ids",
     "set the environment's HF_HUB_CACHE, or pass a folder as model": "download_dir",
     "set the environment's HF_TOKEN, or call `hf auth login`": "hf_token",
-    "weights stay on the device; LLM(tensor_parallel_size=...) divides them": "cpu_offload_gb cpu_offload_params",
+    "layers lie in host memory whole; see LLM(weight_offload_gib=...)": "cpu_offload_params",
     'write prompts with "cache_salt", which share nothing with others': "skip_reading_prefix_cache",
     'set up logging.getLogger("nanoinfer")': "log_config_file log_level logging_config",
 }

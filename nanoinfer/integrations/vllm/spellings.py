@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoinfer.checks import as_int, check_flag, check_int, short
+from nanoinfer.checks import as_int, check_flag, check_int, check_number, short
 
 Options = Mapping[str, Any]
 Spelling = Callable[[Any, Options], Options]
@@ -61,6 +62,12 @@ def _count_adapters(value: Any, beside: Options) -> Options:
     return {"max_adapters": 1 if count is None else check_int("max_loras", count, 1)}
 
 
+def _offload(value: Any, beside: Options) -> Options:
+    """Return our option for vLLM's GiB of each GPU's weights."""
+    ranks = as_int(beside.get("tensor_parallel_size")) or 1
+    return {"weight_offload_gib": ranks * check_number("cpu_offload_gb", value, 0, math.inf, "of GiB, at least 0")}
+
+
 def _speculate(config: Any, beside: Options) -> Options:
     """Return our options for vLLM's speculative_config. Other settings of its drafters change no result."""
     name = "speculative_config"
@@ -88,6 +95,7 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
         "allowed_local_media_path": lambda value, _: (
             {} if isinstance(value, str) and not value else {"image_folder": value}
         ),
+        "cpu_offload_gb": _offload,
         "language_model_only": _without_media,
         "task": _runner_of,
         "enable_lora": _count_adapters,

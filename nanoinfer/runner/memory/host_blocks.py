@@ -8,7 +8,6 @@ import threading
 import torch
 from torch import Tensor
 
-from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.runner.memory.block_copy import copy_block, pair_parts
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.pinned_pages import pinned, unpin
@@ -17,7 +16,6 @@ from nanoinfer.runner.message import Transfers
 
 CHUNK_BYTES = 128 << 20  # that are pinned at once: it takes milliseconds, in which no kernel may be launched
 CHUNKS_AHEAD = 16  # pinned before they are needed, at least; later as many as there are
-SPARE_BYTES = 1 << 30  # of host memory that stay free
 
 log = logging.getLogger("nanoinfer")
 
@@ -155,8 +153,6 @@ class HostBlocks:
     def _make_chunk(self) -> Tensor:
         """Return memory for more slots. Raises MemoryError or RuntimeError if the host has none, or pins none."""
         num_bytes = self._per_chunk * self._slot_bytes
-        if (free := free_bytes()) < num_bytes + SPARE_BYTES:
-            raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
         chunk = pinned(num_bytes, self._device)
         return chunk.view(self._dtype).view(self._per_chunk, *self._shape)
 

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.process.host_memory import pages
+from nanoinfer.process.host_memory import free_bytes, pages
+
+SPARE_BYTES = 1 << 30  # of host memory that stay free
 
 
 class PinnedPages:
@@ -33,6 +35,8 @@ class PinnedPages:
 
 def pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Return zeros, [bytes] uint8, pinned for a GPU. Raises MemoryError or RuntimeError if the host has no room."""
+    if (free := free_bytes()) < num_bytes + SPARE_BYTES:
+        raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
     memory = torch.from_numpy(np.frombuffer(pages(max(num_bytes, 1)), np.uint8))[:num_bytes]
     if device.type == "cuda":
         memory.fill_(0)  # pages that are there are pinned in less time
