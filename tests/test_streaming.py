@@ -118,7 +118,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
         old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
         case = CASES[name]
         if name == "longcat":  # of two halves each, and so few
-            case = replace(case, settings={**case.settings, "num_layers": 4})
+            case = replace(case, settings={**case.settings, "num_hidden_layers": 8})
         save(changed(build(case, old)), new)
         return str(old), str(new)
 

@@ -22,7 +22,7 @@ from nanoinfer.process.collector import no_collection
 from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
-from nanoinfer.runner.drafting.sizes import VerifySize, most_tokens, verify_sizes
+from nanoinfer.runner.drafting.sizes import VerifySize, most_tokens, sizes_that_verify
 from nanoinfer.runner.drafting.timing import time_steps
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
@@ -42,7 +42,7 @@ from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
 from nanoinfer.runner.start.trials import Trials, check_attention, media_bytes, peak_bytes
 from nanoinfer.runner.start.voice import Voice
-from nanoinfer.runner.steps.kinds import MAX_GRAPH_ROWS, DecodeKind, graph_batch_sizes, sizes_by_kind
+from nanoinfer.runner.steps.kinds import MAX_GRAPH_ROWS, DecodeKind, captured_sizes, graph_batch_sizes
 from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
@@ -80,7 +80,7 @@ class ModelRunner:
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         speculates = config.speculation is not None
-        self.verify_sizes = verify_sizes(config.max_num_seqs, config.max_guesses) if speculates else []
+        self.verify_sizes = sizes_that_verify(config)
         self.graphs = None
         self.offload: Offload | None = None
         self.host_blocks: HostBlocks | None = None
@@ -241,10 +241,7 @@ class ModelRunner:
     @property
     def _graph_sizes(self) -> dict[DecodeKind, list[int]]:
         """The sizes of each kind of decode step that is captured, the plain one first."""
-        config = self.config
-        if config.enforce_eager or config.device == "cpu" or not config.description.generates:
-            return {}
-        return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0, self.verify_sizes)
+        return captured_sizes(self.config, self.verify_sizes)
 
     def _make_cache(self, num_blocks: int, num_slots: int = 1) -> Steps:
         """Make a KV cache, in place of the one before; returns the steps over it."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from nanoinfer.config import Config
+
 MOST_TOKENS = 192  # of a step: with more, products of 16-bit numbers are bound by arithmetic (8b on an H200: 183)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 VerifySize = tuple[int, int]  # rows, and places for guesses
+
+
+def sizes_that_verify(config: Config) -> list[VerifySize]:
+    """Return the sizes of an LLM's verifying steps; none if none verify."""
+    return [] if config.speculation is None else verify_sizes(config.max_num_seqs, config.max_guesses)
 
 
 def verify_sizes(max_num_seqs: int, max_guesses: int) -> list[VerifySize]:

@@ -15,11 +15,12 @@ from nanoinfer.attention.cache_layout import MAX_SLOTS, pages_of
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.drafting.sizes import sizes_that_verify
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.runner.memory.state_pool import StateSpec
-from nanoinfer.runner.steps.kinds import FEW_ROWS, DecodeKind
+from nanoinfer.runner.steps.kinds import FEW_ROWS, DecodeKind, captured_sizes
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
 SLOTS_OF_A_ROW = 4 / 3  # for states: its own, and a quarter of all for snapshots, which may take free ones, too
@@ -204,7 +205,7 @@ def rough_step_bytes(config: Config) -> int:
         numbers += model.experts.used * (2 * model.experts.size // ranks + model.hidden_size)
     step = config.max_num_batched_tokens * numbers * config.torch_dtype.itemsize
     logits = config.max_num_seqs * model.vocab_size // ranks * (config.torch_head_dtype.itemsize + 8)
-    return step + logits + (0 if config.enforce_eager else 64 * BYTES_PER_GRAPH)
+    return step + logits + graph_bytes(config, captured_sizes(config, sizes_that_verify(config)))
 
 
 def total_bytes(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nanoinfer.config import Config
 from nanoinfer.kernels.attention.prefix_plan import MIN_ROWS
 from nanoinfer.runner.drafting.sizes import VerifySize
 
@@ -44,6 +45,13 @@ class DecodeKind(NamedTuple):
 
 
 PLAIN = DecodeKind()
+
+
+def captured_sizes(config: Config, verifying: Sequence[VerifySize]) -> dict[DecodeKind, list[int]]:
+    """Return the sizes of each kind of decode step that an LLM captures, the plain one first; verifying: see below."""
+    if config.enforce_eager or config.device == "cpu" or not config.description.generates:
+        return {}
+    return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0, verifying)
 
 
 def sizes_by_kind(
