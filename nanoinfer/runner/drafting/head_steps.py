@@ -19,7 +19,7 @@ from nanoinfer.models.prediction_head import PredictionHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_layers import DraftLayers
 from nanoinfer.runner.drafting.proposer import Proposer
-from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
+from nanoinfer.runner.drafting.sizes import most_tokens, sizes_that_verify
 from nanoinfer.runner.drafting.texts import DraftingRows
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage
@@ -56,7 +56,7 @@ class HeadSteps(Proposer):
         self._hidden = batch.table.column(dtype, count * size).view(-1, count, size)
         self._known = batch.table.column(torch.int32)
         self._back = torch.arange(count, device=batch.device)
-        most = most_tokens(verify_sizes(config.max_num_seqs, config.max_guesses))
+        most = most_tokens(sizes_that_verify(config))
         self._of_places = torch.zeros((most, size), dtype=dtype, device=batch.device)  # of a verifying step
         self._sampler = Sampler(self._model.first_id, tp)
 

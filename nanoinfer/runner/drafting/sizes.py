@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanoinfer.config import Config
 
 MOST_TOKENS = 192  # of a step: with more, products of 16-bit numbers are bound by arithmetic (8b on an H200: 183)
+MOST_STREAMED = 1024  # likewise, of layers in host memory: the step takes as long as their copies, whatever it computes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 VerifySize = tuple[int, int]  # rows, and places for guesses
@@ -12,18 +13,23 @@ VerifySize = tuple[int, int]  # rows, and places for guesses
 
 def sizes_that_verify(config: Config) -> list[VerifySize]:
     """Return the sizes of an LLM's verifying steps; none if none verify."""
-    return [] if config.speculation is None else verify_sizes(config.max_num_seqs, config.max_guesses)
+    if config.speculation is None:
+        return []
+    sizes = config.max_num_seqs, config.max_guesses
+    return verify_sizes(*sizes, MOST_STREAMED, (*ROWS, 256)) if config.weight_offload_gib else verify_sizes(*sizes)
 
 
-def verify_sizes(max_num_seqs: int, max_guesses: int) -> list[VerifySize]:
+def verify_sizes(
+    max_num_seqs: int, max_guesses: int, most: int = MOST_TOKENS, some: tuple[int, ...] = ROWS
+) -> list[VerifySize]:
     """Return the sizes of verifying steps, in ascending order.
 
-    For each number of rows there are places for half of all guesses and for all, as far as MOST_TOKENS allows. A step
-    takes the next larger number of rows.
+    For each of some numbers of rows there are places for half of all guesses and for all, as far as `most` tokens
+    allow. A step takes the next larger number of rows.
     """
-    largest = min(max_num_seqs, ROWS[-1])
-    rows = [*(size for size in ROWS if size < largest), largest]
-    guesses = {(size, min(size * max_guesses // part, MOST_TOKENS - size)) for size in rows for part in (2, 1)}
+    largest = min(max_num_seqs, some[-1])
+    rows = [*(size for size in some if size < largest), largest]
+    guesses = {(size, min(size * max_guesses // part, most - size)) for size in rows for part in (2, 1)}
     return sorted(size for size in guesses if size[1] > 0)
 
 

@@ -16,7 +16,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.draft_steps import DraftSteps
 from nanoinfer.runner.drafting.head_steps import HeadSteps
 from nanoinfer.runner.drafting.proposer import OneForAll, Proposer, TextProposer
-from nanoinfer.runner.drafting.sizes import most_tokens, verify_sizes
+from nanoinfer.runner.drafting.sizes import most_tokens, sizes_that_verify
 from nanoinfer.runner.drafting.texts import DraftingRows, Texts, num_texts
 from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.memory.holdings import Holdings
@@ -46,7 +46,7 @@ class Verifier:
         self.texts = Texts(tp.min(count, device), config.max_model_len, device)
         self.proposer = self._make_proposer(config, tp, holdings)
         self.kept = torch.zeros((config.max_num_seqs, self._most + 2), dtype=torch.int32, device=device)
-        most = most_tokens(verify_sizes(config.max_num_seqs, self._most))
+        most = most_tokens(sizes_that_verify(config))
         self._places = Places.room(config.max_num_seqs, most, device)
         # "external": a graph that records it lets it come in each replay, for those outside.
         self.packed = torch.cuda.Event(external=True) if device.type == "cuda" else None
