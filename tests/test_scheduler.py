@@ -135,6 +135,18 @@ def test_a_prompt_that_is_worth_a_step_goes_at_once(prompt_len: int) -> None:
     assert isinstance(sched.schedule(in_flight=False), PrefillStep) == (prompt_len == MIN_PREFILL_TOKENS)
 
 
+@pytest.mark.parametrize("prompt_len", [3 * MIN_PREFILL_TOKENS - 1, 3 * MIN_PREFILL_TOKENS])
+def test_prompts_gather_until_they_fill_the_time_of_a_step(prompt_len: int) -> None:
+    sched = scheduler(blocks=5000, rows=64, budget=16384)
+    sched.step_tokens = 3 * MIN_PREFILL_TOKENS
+    for max_tokens in [1, *[30] * 63]:
+        sched.add(sequence(10, max_tokens))
+    run(sched)
+    for length in (prompt_len, 10):
+        sched.add(Sequence([5] * length, SamplingParams(), seed=0, max_model_len=4 * MIN_PREFILL_TOKENS))
+    assert isinstance(sched.schedule(in_flight=False), PrefillStep) == (prompt_len == 3 * MIN_PREFILL_TOKENS)
+
+
 def test_a_few_prompts_that_are_all_start_at_once() -> None:
     sched = scheduler(rows=64)
     sched.add(sequence(3, 50))

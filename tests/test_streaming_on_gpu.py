@@ -81,7 +81,6 @@ def test_tokens_are_those_of_a_resident_model(options: dict[str, Any], make_llm:
     streamed = make_llm(**OPTIONS | options, weight_offload_gib=ALL)
     assert stream_of(streamed).num_bytes > 0
     assert tokens(streamed) == tokens(make_llm(**OPTIONS | options))
-    assert tokens(streamed) == tokens(streamed)
 
 
 def test_graphs_and_eager_steps_follow_one_another(make_llm: Callable[..., LLM]) -> None:
@@ -179,7 +178,7 @@ def test_updates_in_place(make_llm: Callable[..., LLM]) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(level: int, make_llm: Callable[..., LLM]) -> None:
-    llm = make_llm(**OPTIONS, weight_offload_gib=ALL)
+    llm = make_llm(**OPTIONS, deterministic=True, weight_offload_gib=ALL)
     before = tokens(llm)
     for _ in range(2):
         llm.sleep(level)

@@ -27,7 +27,7 @@ def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     speculation = None if config.speculation is None else _make_speculation(config, ranks)
     limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
-    return Scheduler(manager, *limits, speculation, config.description.is_encoder)
+    return Scheduler(manager, *limits, speculation, config.description.is_encoder, memory.hiding_tokens)
 
 
 def _make_speculation(config: Config, ranks: Ranks) -> Speculation:

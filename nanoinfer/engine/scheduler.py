@@ -46,17 +46,20 @@ class Scheduler:
         long_from: int | None = None,
         speculation: Speculation | None = None,
         in_one_step: bool = False,
+        step_tokens: int = 0,
     ) -> None:
         """long_from: a sequence of more tokens is computed as a long one; None: all are short.
 
         speculation: says how many guesses a step verifies; None: none does
         in_one_step: a step computes a prompt whole, which holds no blocks, and has room for the longest
+        step_tokens: a step of fewer tokens takes as long as one of so many
         """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.long_from = long_from
         self.speculation, self.in_one_step = speculation, in_one_step
+        self.step_tokens = min(step_tokens, max_num_batched_tokens)
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
         self.followers = Followers(block_manager.layout)
@@ -131,7 +134,7 @@ class Scheduler:
         free_rows = self.max_num_seqs - len(self.running)
         if free_rows >= min(len(self.waiting), max(1, int(self.max_num_seqs * MAX_FREE_ROWS))):
             return True
-        return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
+        return sum(map(len, islice(self.waiting, free_rows))) >= max(MIN_PREFILL_TOKENS, self.step_tokens)
 
     def _schedule_prefill(self) -> PrefillStep | None:
         self.admission.begin()

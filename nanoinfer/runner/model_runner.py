@@ -31,7 +31,6 @@ from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import (
     MemoryPlan,
-    Streaming,
     graph_bytes,
     named_memory_errors,
     plan_memory,
@@ -47,8 +46,7 @@ from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 from nanoinfer.runner.steps.steps import Steps
-from nanoinfer.runner.streaming.choice import hint
-from nanoinfer.runner.streaming.rates import seconds_of
+from nanoinfer.runner.streaming.timing import measure_streaming
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
 
@@ -206,7 +204,8 @@ class ModelRunner:
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
         needs = held, step_bytes, graph_bytes(self.config, self._graph_sizes), media_bytes, slots
-        streaming = self._streaming()
+        full = Trials(self.config, self.steps.max_blocks, self.device).largest_prefills()[0]
+        streaming = measure_streaming(self.config, self.holdings, self.tp, self.run, full)
         self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs, streaming)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)
@@ -214,22 +213,6 @@ class ModelRunner:
             self.host_blocks = HostBlocks(slots, self.holdings.kv_cache, is_lazy=self.config.starts_ranks)
             if not self.config.starts_ranks:  # each rank plans by itself, and all must plan alike
                 self.host_blocks.num_slots = self.tp.min(self.host_blocks.num_ready(), self.device)
-
-    def _streaming(self) -> Streaming:
-        """Say what is known of layers in host memory: how long their copies take, and which steps take as long."""
-        stream = self.holdings.stream
-        if stream is None or self.device.type == "cpu":
-            return Streaming(0 if stream is None else stream.num_bytes, hint=self._hint)
-        copying = stream.seconds_of_copies()
-        prompts = Trials(self.config, self.steps.max_blocks, self.device).largest_prefills()[0]
-        computing = seconds_of(partial(self.run, prompts), self.device) / prompts.num_tokens
-        return Streaming(stream.num_bytes, copying, int(copying / computing), self._hint)
-
-    def _hint(self, lacking: int) -> str:
-        """Say which weight_offload_gib makes room for so many bytes that are lacking; "": none does."""
-        stream = self.holdings.stream
-        saved = 0 if stream is None else stream.saved_bytes
-        return "" if self.device.type == "cpu" else hint(self.config, self.holdings.layer_sizes, lacking + saved)
 
     def _capture(self) -> None:
         """Capture the decode steps."""
