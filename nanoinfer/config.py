@@ -433,7 +433,8 @@ class Config:
         )
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
-        if self.weight_offload_gib != AUTO_OFFLOAD:
+        is_auto = isinstance(self.weight_offload_gib, str) and self.weight_offload_gib == AUTO_OFFLOAD
+        if not is_auto:
             self.weight_offload_gib = check_host_memory("weight_offload_gib", self.weight_offload_gib, "'auto', or ")
         seconds = 1, math.inf, "of seconds, at least 1"
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, *seconds)

@@ -302,7 +302,7 @@ def _rows_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: i
     return min(config.max_num_seqs, max(1, int(budget / row_bytes)))
 
 
-def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int, streaming: Streaming) -> int:
+def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int, streaming: Streaming = NOT_STREAMED) -> int:
     """Return how many blocks the budget holds; ValueError if these do not hold a sequence of max_model_len."""
     layout = spec.layout
     if not layout.groups:
