@@ -176,6 +176,19 @@ def test_the_kernel_packs_as_the_reference(seed: int, places: int, are_free: boo
     assert same(copies, list(args))
 
 
+@pytest.mark.parametrize(("rows", "places"), [(150, 40), (20, 300), (300, 700)])
+def test_the_kernels_of_large_steps(rows: int, places: int) -> None:
+    """As layers have them that come from host memory."""
+    args = random_rows(random.Random(rows), rows, 7), room(rows, places), VOCABULARY, True
+    _, (_, packed, *_) = on_device(pack_guesses_triton, *args)
+    pack_guesses_reference(*args)
+    assert same(list(packed), list(args[1]))
+    some = torch.arange(0, rows, 3)
+    numbers = torch.full((rows,), -1, dtype=torch.int32).index_copy_(0, some, torch.arange(len(some)).int())
+    asked = args[1], some, numbers, places
+    assert same(on_device(find_lines_triton, *asked)[0], find_lines_reference(*asked))
+
+
 def some_rows(seed: int) -> tuple[Places, Tensor, Tensor]:
     """Return a step's places, some of its rows, and each row's number among these."""
     rng, rows = random.Random(seed), 1 + seed

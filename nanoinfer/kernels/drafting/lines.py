@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.drafting.pack import BLOCK_PLACES, BLOCK_ROWS, Places
+from nanoinfer.kernels.drafting.pack import Places, blocks_of
 from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 
 
@@ -41,8 +41,6 @@ def find_lines_triton(places: Places, rows: Tensor, numbers: Tensor, count: int)
     num_rows = len(places.first)
     guesses = len(places.tokens) - num_rows
     at, own = (torch.empty(len(rows) + count, dtype=torch.int64, device=rows.device) for _ in range(2))
-    assert len(rows) <= BLOCK_ROWS, len(rows)
-    assert guesses <= BLOCK_PLACES, guesses
     _find_kernel[(1,)](
         places.positions,
         places.row_of,
@@ -54,8 +52,7 @@ def find_lines_triton(places: Places, rows: Tensor, numbers: Tensor, count: int)
         guesses,
         len(rows),
         count,
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_PLACES=BLOCK_PLACES,
+        **blocks_of(num_rows, guesses),
         **launch_options(rows),
     )
     return at, own

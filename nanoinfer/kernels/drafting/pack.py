@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor
 
-BLOCK_ROWS, BLOCK_PLACES = 128, 256  # most of a step, whatever it has: the kernel compiles once
+BLOCK_ROWS, BLOCK_PLACES = 128, 256  # whatever a step has, if it has no more: the kernel compiles once
 
 
 class Places(NamedTuple):
@@ -73,6 +73,14 @@ class GuessingRows(NamedTuple):
     limits: Tensor
 
 
+def blocks_of(num_rows: int, num_guesses: int) -> dict[str, int]:
+    """Return the blocks of a program that takes all rows, and all guesses, of a step."""
+    return {
+        "BLOCK_ROWS": max(BLOCK_ROWS, next_power_of_2(num_rows)),
+        "BLOCK_PLACES": max(BLOCK_PLACES, next_power_of_2(num_guesses)),
+    }
+
+
 def pack_guesses(rows: GuessingRows, places: Places, vocab_size: int, are_free: bool) -> None:
     """Pack the guesses of all rows into places, in the order of the rows.
 
@@ -117,8 +125,6 @@ def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are
     """pack_guesses as one launch, of one program."""
     num_rows, most = rows.guesses.shape
     num_places = len(places.tokens) - num_rows
-    assert num_rows <= BLOCK_ROWS, num_rows
-    assert num_places <= BLOCK_PLACES, num_places
     _pack_kernel[(1,)](
         *rows,
         *places,
@@ -127,8 +133,7 @@ def pack_guesses_triton(rows: GuessingRows, places: Places, vocab_size: int, are
         vocab_size,
         MOST=most,
         BLOCK_MOST=next_power_of_2(most),
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_PLACES=BLOCK_PLACES,
+        **blocks_of(num_rows, num_places),
         ARE_FREE=are_free,
         **launch_options(rows.guesses),
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from nanoinfer.config import Config
 
 MOST_TOKENS = 192  # of a step: with more, products of 16-bit numbers are bound by arithmetic (8b on an H200: 183)
-MOST_STREAMED = 1024  # likewise, of layers in host memory: the step takes as long as their copies, whatever it computes
+# Of a step whose layers come from host memory: it takes as long as their copies, whatever it computes. Logits of all
+# tokens take no more than a share of the GPU's memory.
+MOST_STREAMED, LOGITS_SHARE = 4096, 1 / 32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 VerifySize = tuple[int, int]  # rows, and places for guesses
@@ -16,7 +20,12 @@ def sizes_that_verify(config: Config) -> list[VerifySize]:
     if config.speculation is None:
         return []
     sizes = config.max_num_seqs, config.max_guesses
-    return verify_sizes(*sizes, MOST_STREAMED, (*ROWS, 256)) if config.weight_offload_gib else verify_sizes(*sizes)
+    if not config.weight_offload_gib or config.device == "cpu":
+        return verify_sizes(*sizes)
+    total = torch.cuda.get_device_properties(0).total_memory * config.gpu_memory_utilization
+    numbers = config.description.vocab_size // config.tensor_parallel_size
+    fit = int(total * LOGITS_SHARE) // (numbers * config.torch_head_dtype.itemsize)
+    return verify_sizes(*sizes, max(MOST_TOKENS, min(MOST_STREAMED, fit)), (*ROWS, 256, 512))
 
 
 def verify_sizes(

@@ -13,6 +13,7 @@ from nanoinfer.runner.steps.steps import Steps
 
 RUNS = 2  # of each size; the faster one counts
 CPU_ROWS = 1, 4, 16  # whose steps are timed on the CPU
+STREAMED_ROWS = 1, 32  # likewise on a GPU, where steps take as long as layers from host memory
 CPU_SECONDS = 0.3  # behind so many, only what estimates need is timed on the CPU, once
 LENGTH = 64  # tokens of each row's text: some repeat, so that a drafter has all guesses
 
@@ -26,13 +27,16 @@ def time_steps(
 ) -> dict[VerifySize, float]:
     """Return the seconds of a step of each size, and of plain steps of as many rows, whose size has 0 guesses.
 
-    On the CPU some of the smaller sizes suffice. Among them are a step of one token, and the largest of one row. The
-    rows have texts of random tokens, so that experts are chosen as usual. They are empty again behind it.
+    On the CPU some of the smaller sizes suffice, and where layers come from host memory some of all. Among them are a
+    step of one token, and the largest of one row. The rows have texts of random tokens, so that experts are chosen as
+    usual. They are empty again behind it.
 
     sizes: of verifying steps; run: runs a step of so many rows and guesses
     agree: returns what the ranks agree on, of each rank's own seconds
     """
-    timed = [size for size in sizes if config.device == "cuda" or size[0] in CPU_ROWS]
+    some = CPU_ROWS if config.device == "cpu" else (*STREAMED_ROWS, max(sizes, default=(0, 0))[0])
+    is_short = config.device == "cuda" and not config.weight_offload_gib
+    timed = [size for size in sizes if is_short or size[0] in some]
     rows = {size[0] for size in timed}
     trial = TrialRows(config, steps, max(rows, default=0))
     seconds: dict[VerifySize, float] = {}
