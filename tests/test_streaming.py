@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.config import Config
 from nanoinfer.process import host_memory
 from nanoinfer.runner.memory import pinned_pages
+from nanoinfer.runner.streaming.choice import hint
 from nanoinfer.runner.streaming.plan import (
     BUFFERS,
     LayerSizes,
@@ -76,6 +78,14 @@ class TestPlans:
             plan = plan_bytes(sizes, gib * GIB)
             assert plan is not None
             assert plan.saved_bytes(sizes) >= lacking > plan.saved_bytes(sizes) - sizes.layers[0]
+
+    def test_an_error_says_what_would_do_on_all_ranks_together(self) -> None:
+        sizes = LayerSizes((GIB,) * 10, GIB)
+        config = SimpleNamespace(weight_offload_gib=0.0, tensor_parallel_size=2)
+        assert hint(config, sizes, 3 * GIB) == "set weight_offload_gib=10 or more, or 'auto'"
+        assert hint(config, sizes, 9 * GIB) == ""
+        config.weight_offload_gib = "auto"
+        assert hint(config, sizes, 3 * GIB) == "set weight_offload_gib=10 or more"
 
     def test_small_layers_stay_where_large_ones_are_enough(self) -> None:
         sizes = LayerSizes((1, 100, 1, 100, 1, 100, 1, 100), 0)

@@ -42,10 +42,11 @@ def host_lacks(config: Config, plan: StreamPlan, sizes: LayerSizes, error: Excep
 
 def hint(config: Config, sizes: LayerSizes, lacking: int) -> str:
     """Say which weight_offload_gib makes room for so many bytes on each rank; "": none does."""
-    if config.weight_offload_gib == AUTO_OFFLOAD:
-        return ""
     least = least_gib(sizes, lacking)
-    return "" if least is None else f"set weight_offload_gib={least * config.tensor_parallel_size:g} or more, or 'auto'"
+    if least is None:
+        return ""
+    other = "" if config.weight_offload_gib == AUTO_OFFLOAD else f", or {AUTO_OFFLOAD!r}"
+    return f"set weight_offload_gib={least * config.tensor_parallel_size:g} or more{other}"
 
 
 def _as_asked(config: Config, sizes: LayerSizes) -> StreamPlan:
