@@ -20,7 +20,7 @@ from test_gpu import in_use
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.benchmark.workloads import write_config
+from nanoinfer.benchmark.shapes import write_config
 from nanoinfer.runner.streaming.stream import LayerStream
 
 pytestmark = pytest.mark.gpu
