@@ -17,8 +17,8 @@ from nanoinfer.layers.embedding import Head
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
-Place: TypeAlias = Callable[[int], AbstractContextManager[object]]  # takes a layer's number; returns the context in
-# which it is built, whose memory its parameters get
+Place: TypeAlias = Callable[[int], AbstractContextManager[object]]
+"""Takes a layer's number; returns the context in which it is built, whose memory its parameters get."""
 
 
 def anywhere(layer: int) -> AbstractContextManager[object]:
