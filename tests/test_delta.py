@@ -390,8 +390,8 @@ def test_the_kernel_of_rows(shape: tuple[int, int, int, int], largest: float, st
     assert_near(out[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
     assert_near(out[5], expected[5], states)  # behind a fold, which rounds what it keeps
     for kept, wanted in zip(ours.recurrence, layer.recurrence, strict=True):
-        rtol = 1e-2 if kept.dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(kept.cpu(), wanted, rtol=rtol, atol=1e-5)
+        torch.testing.assert_close(kept[:6].cpu(), wanted[:6], rtol=1e-4, atol=1e-5)
+        assert_near(kept[6], wanted[6], states)
     assert ours.inputs.cpu().equal(layer.inputs)
 
 
