@@ -78,6 +78,16 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, what: st
     return integer
 
 
+def check_texts(name: str, value: Any, count: int) -> tuple[str, ...] | None:
+    """Return a tuple of so many texts, or an empty one; None stays None. Raises ValueError for anything else."""
+    if value is None:
+        return None
+    texts = as_list(value)
+    if texts is None or len(texts) not in (0, count) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name}={short(value)}: must be None, (), or {count} non-empty strings")
+    return tuple(map(str, texts))
+
+
 def ranged(default: T, low: int, high: int | None = None) -> T:
     """Return a dataclass's field of an integer from `low` to `high`, to which `check_ranges` holds it."""
     made: T = field(default=default, metadata={"range": (low, high)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from nanoinfer.attention.cache_layout import (
     usual_step,
 )
 from nanoinfer.checkpoint import DTYPES, GENERATE, POOLING, Checkpoint, dtype_name
-from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, ranged, short
+from nanoinfer.checks import check_choice, check_flag, check_number, check_ranges, check_texts, ranged, short
 from nanoinfer.draft import Draft
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, check_speculation
@@ -128,6 +128,9 @@ class Config:
     image_folder: images and audio may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
+    reasoning_markers: (opening, closing), the texts that stand around a thought in an output, which they divide into
+        reasoning and answer. None: those of the model's family, if its tokenizer knows them as tokens or its chat
+        template writes them. (): there are none
     seed: a request without a seed of its own gets one that is made from this number
     runner: "pooling": the LLM only reads texts, without memory for logits and CUDA graphs. "generate": it generates,
         too. "auto" is pooling for classifiers, classes without a head, and a modules.json with a Pooling
@@ -192,6 +195,7 @@ class Config:
     image_options: Mapping[str, Any] | None = None
     image_folder: str | None = None
     device: str = "auto"
+    reasoning_markers: Sequence[str] | None = None
     seed: int = ranged(0, 0, 2**63 - 1)
     runner: str = "auto"
     load_format: str = "safetensors"
@@ -267,6 +271,7 @@ class Config:
         self.images = check_images(self.images)
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
+        self.reasoning_markers = check_texts("reasoning_markers", self.reasoning_markers, 2)
 
     def _check_offload(self) -> None:
         """Refuse to keep layers in host memory if there is no other."""

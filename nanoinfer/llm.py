@@ -81,7 +81,8 @@ class LLM(
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
             self._inputs = Inputs(self.config, self.tokenizer)
-            self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
+            how = self.config, self.tokenizer, self._inputs.reasoning
+            self.engine, self._requests, self._line = start.finish(*how)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
         self._busy = threading.Lock()
@@ -211,6 +212,11 @@ class LLM(
         self.engine.close()
         self._requests.abort_all()
         self._inputs.close()
+
+    @property
+    def knows_reasoning(self) -> bool:
+        """Whether outputs have their reasoning apart: the LLM has markers of thoughts, see reasoning_markers."""
+        return self._inputs.reasoning is not None
 
     def __repr__(self) -> str:
         """Return the line that says what has started."""

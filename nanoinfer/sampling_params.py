@@ -13,10 +13,11 @@ from nanoinfer.checks import as_int, as_list, as_number, check_adapter, check_fl
 from nanoinfer.hints import hints_for
 from nanoinfer.pooling.read import Read
 from nanoinfer.structured_outputs import check_structured_outputs
+from nanoinfer.thought import Thought
 
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
 LARGEST = 1e30  # no setting may be larger: the device computes in float32
-OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # may be None
+OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget")  # may be None
 MOST_SAMPLES = 10**6  # each is a sequence of its own
 MOST_BIAS = 100  # of OpenAI's logit_bias
 
@@ -72,6 +73,12 @@ class SamplingParams:
         an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
         its tokens, unless "disable_any_whitespace": True or a "whitespace_pattern" stands beside it. An object with
         attributes of these names will do, as vLLM's StructuredOutputsParams; an entry that is None counts as missing
+        "reasoning" says whether the form binds what stands behind a thought alone: True: the sample thinks first, and
+        the engine opens the thought if the prompt has not; False: it binds the first token, too; None: True where the
+        prompt ends in an open thought
+    thinking_token_budget: behind so many tokens of a thought, the engine puts the marker that closes it, whatever other
+        settings say; these tokens count as the sample's. The thought begins behind the prompt, if that ends in an open
+        one, or behind its marker in the output. None or -1: nobody closes it but the model. See LLM's reasoning_markers
     adapter: the name of the adapter that computes the request: see llm.load_adapter(...); None: the model alone does
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
@@ -102,9 +109,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
+    thinking_token_budget: int | None = None
     adapter: str | None = None
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
+    thought: ClassVar[Thought | None] = None  # of a request's own copy: markers, budget, and whether a form waits
     read: ClassVar[Read | None] = None  # of a request's own copy: what its text is read for, in place of tokens
     cache_salt: ClassVar[str | None] = None  # of a request's own copy: it shares blocks with the same salt's alone
 
@@ -154,6 +163,8 @@ class SamplingParams:
         settings = self.__dict__
         if as_int(self.seed) == -1:
             settings["seed"] = None
+        if as_int(self.thinking_token_budget) == -1:
+            settings["thinking_token_budget"] = None
         for name in ("logprobs", "prompt_logprobs"):
             if settings[name] is True:
                 settings[name] = 1
@@ -166,6 +177,7 @@ class SamplingParams:
             ("logprobs", -1, None, "None, an integer of at least 0, or -1 for all tokens"),
             ("prompt_logprobs", -1, None, "None, an integer of at least 0, or -1 for all tokens"),
             ("prompt_logprobs_start", 0, None, ""),
+            ("thinking_token_budget", 0, None, "None or -1 for no end, or an integer of at least 0"),
         ):
             if settings[name] is not None or name not in OPTIONAL:
                 settings[name] = check_int(name, settings[name], low, high, what)

@@ -9,11 +9,14 @@ from typing import Any
 from nanoinfer.checks import as_list, short
 
 ANY_OBJECT = '{"type": "object"}'
+REASONING = "reasoning"  # beside a kind: whether the form binds what stands behind a thought alone
 GUIDANCE = ("auto", "guidance")  # the names that vLLM has for llguidance, or for any
 
 
 def check_structured_outputs(value: Any) -> dict[str, Any] | None:
     """Return {kind: its value}, of Python's own types: a schema as JSON text, choices as a tuple; None stays None.
+
+    An entry REASONING that is not None stays beside it.
 
     value: a mapping, or an object with such attributes, as vLLM's; an entry that is None counts as missing
     """
@@ -37,7 +40,8 @@ def check_structured_outputs(value: Any) -> dict[str, Any] | None:
         raise ValueError(f"{name}: {kind!r} must be {what}")
     space = "" if entries.get("disable_any_whitespace") else None
     space = entries.get("whitespace_pattern", space)
-    return {kind: converted} if space is None else _with_space(kind, converted, space)
+    form = {kind: converted} if space is None else _with_space(kind, converted, space)
+    return form if entries.get(REASONING) is None else {**form, REASONING: entries[REASONING]}
 
 
 def _entries(value: Any) -> dict[Any, Any]:
@@ -110,6 +114,7 @@ def _is_flag(value: Any) -> bool:
 
 
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    REASONING: (_is_flag, "must be None, True or False"),
     "disable_any_whitespace": (_is_flag, "must be True or False"),
     "whitespace_pattern": (lambda value: isinstance(value, str), "must be a regular expression"),
     "disable_additional_properties": (lambda value: value is False, "write additionalProperties into the schema"),
@@ -121,4 +126,4 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "backend_was_auto": (_is_flag, "must be True or False"),
     "disable_fallback": (_is_flag, "must be True or False"),
 }
-"""What vLLM's objects have beside a kind: whether a value can be had, and what to do if not."""
+"""What may stand beside a kind, most of it in vLLM's objects: whether a value can be had, and what to do if not."""

@@ -39,6 +39,7 @@ EVERYTHING: dict[str, Any] = {
     "skip_special_tokens": False,
     "detokenize": True,
     "structured_outputs": {"regex": "a+"},
+    "thinking_token_budget": 7,
     "adapter": "mine",
 }
 

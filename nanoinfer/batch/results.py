@@ -80,6 +80,8 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
 def _plain_sample(sample: SampleOutput) -> dict[str, Any]:
     """Return a sample's keys as SampleOutput has them; those that nobody asked for are left out."""
     row: dict[str, Any] = {key: sample[key] for key in ("text", "token_ids", "finish_reason", "stop_reason")}
+    if sample.reasoning is not None:
+        row |= {"reasoning": sample.reasoning, "answer": sample.answer}
     if sample.logprobs is not None:
         row["logprobs"] = [_plain_entry(entry) for entry in sample.logprobs]
     if sample.kept_tokens is not None:
@@ -122,8 +124,9 @@ def _completion(job: Job, output: RequestOutput, model: str, llm: LLM) -> dict[s
 
 def _choice(sample: SampleOutput, is_chat: bool, params: SamplingParams, llm: LLM) -> dict[str, Any]:
     """Return OpenAI's entry for a sample."""
+    thought = {} if sample.reasoning is None else {"reasoning": sample.reasoning}
     text = (
-        {"message": {"role": "assistant", "content": sample.text, "refusal": None}}
+        {"message": {"role": "assistant", "content": sample.answer, **thought, "refusal": None}}
         if is_chat
         else {"text": sample.text}
     )

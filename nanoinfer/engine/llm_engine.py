@@ -91,7 +91,7 @@ class LLMEngine(EngineClient):
             self.ranks.record("media", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.record("prompt", prompt)
-        self.ranks.record("settings", params, params.read, params.cache_salt)
+        self.ranks.record("settings", params, params.read, params.cache_salt, params.thought)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:
             seed = seed_of(params, self.config.seed, request_id)

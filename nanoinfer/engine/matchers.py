@@ -12,11 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.engine.thinking import AnswerMatcher
 from nanoinfer.grammar.grammar import COPIES, NUM_THREADS, Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+    Matcher = LLMatcher | AnswerMatcher
 
 Mask = npt.NDArray[np.uint32]  # one token's; bit i % 32 of word i // 32 is token i's
 ALL = -1  # 32 tokens that may all be drawn
@@ -35,10 +38,10 @@ class Followed:
         An error that it found holds only if the text comes as far
     """
 
-    matcher: LLMatcher
+    matcher: Matcher
     lock: int
     most: int = 1
-    ahead: LLMatcher | None = None
+    ahead: Matcher | None = None
 
     def begin(self) -> None:
         """Forget the guesses of the step before."""
@@ -55,7 +58,7 @@ class Followed:
         return True
 
     @property
-    def newest(self) -> LLMatcher:
+    def newest(self) -> Matcher:
         """What has read the most."""
         return self.ahead or self.matcher
 
@@ -75,7 +78,11 @@ class Matchers:
 
             self._executor = LLExecutor(NUM_THREADS)
         self._num_words = grammar.num_words
-        self._followed[seq] = Followed(*grammar.matcher())
+        matcher, lock = grammar.matcher()
+        guide: Matcher = matcher
+        if (thought := seq.params.thought) is not None and thought.has_form:
+            guide = AnswerMatcher(matcher, thought, grammar.eos_token_ids)
+        self._followed[seq] = Followed(guide, lock)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence, guided or not, that has ended."""
@@ -111,6 +118,8 @@ class Matchers:
             for token in new:
                 if token not in seq.stop_ids:
                     followed.matcher.consume_token(token)
+            if isinstance(followed.matcher, AnswerMatcher) and not followed.matcher.is_thinking:
+                followed.matcher = followed.matcher.form
         return num_behind
 
     def end_of(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
@@ -120,6 +129,8 @@ class Matchers:
         matcher = self._followed[seq].matcher
         if seq.is_finished:
             self.drop(seq)
+        if isinstance(matcher, AnswerMatcher):  # the thought is open
+            return None
         if matcher.is_error():  # perhaps since its last mask, which then allowed an end
             return "error", f"structured_outputs: {error_of(matcher)}"
         if seq.ended_by_token and seq.stop_reason is None and not _is_whole(matcher, seq.token_ids[-1]):
@@ -169,15 +180,24 @@ class Matchers:
         if not lines:
             return
         assert self._executor is not None
-        jobs = [(self._followed[seq].newest, place) for seq, place in lines]
+        jobs: list[tuple[LLMatcher, int]] = []
+        for seq, place in lines:
+            newest = self._followed[seq].newest
+            if isinstance(newest, AnswerMatcher) and newest.is_thinking:
+                newest.fill(self._mask(masks, place))
+            else:
+                jobs.append((newest.form if isinstance(newest, AnswerMatcher) else newest, place))
         address, length = masks.buffer_info()
         where = address, self._num_words * masks.itemsize, length // self._num_words
         for share in [jobs] if len(jobs) > COPIES else [[job] for job in jobs]:  # a job alone stays on this thread
             self._executor.unsafe_compute_mask_ptr(share, *where)
         for seq, place in lines:
             if seq.num_output_tokens + num_guesses < seq.params.min_tokens:
-                own = np.frombuffer(masks, np.uint32)[place * self._num_words :][: self._num_words]
-                _suppress(own, seq.stop_ids)
+                _suppress(self._mask(masks, place), seq.stop_ids)
+
+    def _mask(self, masks: array[int], place: int) -> Mask:
+        """Return one of the masks, to be written."""
+        return np.frombuffer(masks, np.uint32)[place * self._num_words :][: self._num_words]
 
     def close(self) -> None:
         """End the threads."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.grammar.errors import explain
 from nanoinfer.grammar.tokens import SLICES, GrammarTokens, Spell
-from nanoinfer.structured_outputs import ANY_OBJECT
+from nanoinfer.structured_outputs import ANY_OBJECT, KINDS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -78,7 +78,7 @@ class Grammars:
 
     def compile(self, structured_outputs: Mapping[str, Any]) -> Grammar:
         """Compile what check_structured_outputs returned. Raises ValueError with the reason if that cannot be."""
-        ((kind, wanted),) = structured_outputs.items()
+        ((kind, wanted),) = ((kind, wanted) for kind, wanted in structured_outputs.items() if kind in KINDS)
         return self._compile(kind, wanted)
 
     def _grammar(self, kind: str, wanted: Any) -> Grammar:

@@ -32,11 +32,15 @@ UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings
 NO_COLUMN = "its results have no column"
 GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
 
+GENERATED = "generated_"  # stands before reasoning or answer where the dataset has a column of that name
+
 IDS = pa.list_(pa.int32())
 ENTRY = pa.struct({"token_id": pa.int32(), "logprob": pa.float64(), "rank": pa.int32()})
 SAMPLE = {"text": pa.string(), "token_ids": IDS, "finish_reason": pa.string()}
+PARTS = {"reasoning": pa.string(), "answer": pa.string()}  # where the LLM knows markers
 COLUMNS = {**SAMPLE, "error": pa.string()}
 SAMPLES = {"samples": pa.list_(pa.struct({**SAMPLE, "logprobs": pa.list_(pa.list_(ENTRY))}))}
+SAMPLES_IN_PARTS = {"samples": pa.list_(pa.struct({**SAMPLE, **PARTS, "logprobs": pa.list_(pa.list_(ENTRY))}))}
 
 BATCHES = 4  # of max_num_seqs rows each: so many an actor has at once, because a batch waits for its longest row
 
@@ -124,9 +128,12 @@ class Generator:
 
     text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
         prompt_token_ids
+    reasoning, answer: new columns if the LLM knows the markers of a thought, as in SampleOutput; where a column of that
+        name was there, generated_reasoning and generated_answer
     error: a new column: why the row failed, such as a prompt that is too long; null if it did not
     samples: one more column if sampling_params or a column ask for n or logprobs: a list of all samples, with text,
-        token_ids, finish_reason and logprobs: for each token a list of {token_id, logprob, rank}, the token's own first
+        token_ids, finish_reason, reasoning and answer as above, and logprobs: for each token a list of {token_id,
+        logprob, rank}, the token's own first
 
     A row without a seed gets one from the option `seed` and from its column `id`, or if it has none from its prompt.
     So it draws the same tokens in any order and on any actor. Rows that share a prompt need ids to draw for themselves.
@@ -153,14 +160,21 @@ class Generator:
     async def __call__(self, batch: DataBatch) -> AsyncIterator[pa.Table]:
         """Yield the batch with its new columns, when all of its rows have ended."""
         table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
-        types = {**COLUMNS, **SAMPLES} if _has_samples(table.column_names, self._shared) else COLUMNS
+        types = self._types(table.column_names)
         _check_columns(table.column_names, self._shared)
         read = table.select([name for name in table.column_names if name in READ])
         results = await asyncio.gather(*map(self._generate, read.to_pylist()))
         table = table.rename_columns([GIVEN_IDS if name == "token_ids" else name for name in table.column_names])
         for name, kind in types.items():
-            table = table.append_column(name, pa.array([result.get(name) for result in results], kind))
+            own = GENERATED + name if name in PARTS and name in table.column_names else name
+            table = table.append_column(own, pa.array([result.get(name) for result in results], kind))
         yield table
+
+    def _types(self, names: list[str]) -> dict[str, pa.DataType]:
+        """Return the new columns of a table with columns of these names."""
+        has_samples, has_parts = _has_samples(names, self._shared), self._engine.llm.knows_reasoning
+        samples = SAMPLES_IN_PARTS if has_parts else SAMPLES
+        return {**COLUMNS, **(PARTS if has_parts else {}), **(samples if has_samples else {})}
 
     async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a row's new columns, without those that are null."""
@@ -284,7 +298,7 @@ def _columns(output: RequestOutput) -> dict[str, Any]:
 
 
 def _sample(sample: SampleOutput) -> dict[str, Any]:
-    row: dict[str, Any] = {name: sample[name] for name in SAMPLE}
+    row: dict[str, Any] = {name: sample[name] for name in (*SAMPLE, *PARTS)}
     if sample.logprobs is not None:
         row["logprobs"] = [
             [{"token_id": token_id, "logprob": float(value), "rank": value.rank} for token_id, value in place.items()]

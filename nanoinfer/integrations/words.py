@@ -46,6 +46,7 @@ ELSEWHERE = {
         ("disable_tqdm progress_bar show_progress_bar", "use_tqdm"),
         ("max_new_tokens max_completion_tokens", "max_tokens"),
         ("min_new_tokens", "min_tokens"),
+        ("thinking_budget max_thinking_tokens reasoning_budget", "thinking_token_budget"),
         ("num_return_sequences num_samples", "n"),
         ("repeat_penalty", "repetition_penalty"),
         ("stop_strings stop_sequences stop_words", "stop"),

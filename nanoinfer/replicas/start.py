@@ -15,6 +15,7 @@ from nanoinfer.process.compile_once import compile_once
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.tasks import SharedTasks
+from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.requests import Requests
 from nanoinfer.requests.tasks.messages import TaskRunner
 from nanoinfer.requests.tasks.tasks import Tasks
@@ -57,7 +58,9 @@ class Start:
         if isinstance(self._others, Replicas):
             self._others.begin(config)
 
-    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[EngineClient, Requests, str]:
+    def finish(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase | None, reasoning: Reasoning | None
+    ) -> tuple[EngineClient, Requests, str]:
         """Start an engine in this process, or wait for those of the replicas, and introduce it.
 
         Returns the engine, its requests, and the line that introduces it.
@@ -75,7 +78,7 @@ class Start:
             hardware = name_hardware(runner.device, runner.threads)
             line = _introduce(config, one.memory, hardware, Voice(config, runner.tp.rank))
             tasks = Tasks(one, tokenizer)
-        return engine, Requests(tasks, engine.counters, config.seed, tokenizer), line
+        return engine, Requests(tasks, engine.counters, config.seed, tokenizer, reasoning), line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

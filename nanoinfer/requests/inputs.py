@@ -37,6 +37,8 @@ from nanoinfer.requests.prompts import (
     list_of,
     prompts_of,
 )
+from nanoinfer.requests.reasoning.reasoning import Reasoning
+from nanoinfer.requests.reasoning.thoughts import with_prompt
 from nanoinfer.requests.settings import (
     NO_ADAPTERS,
     CallAdapters,
@@ -71,7 +73,8 @@ class Inputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
         self.texts = TextTokenizer(config, tokenizer)
-        self._settings = SettingsReader(config, self.texts)
+        self.reasoning = Reasoning.find(config, tokenizer)
+        self._settings = SettingsReader(config, self.texts, self.reasoning)
         self._media = MediaInputs(config, tokenizer) if config.sees else None
         self._chats = None if tokenizer is None else ChatRenderer(tokenizer, config.sees)
 
@@ -138,8 +141,9 @@ class Inputs:
         """Return a prompt ready to run, when its images are prepared. packed: its token ids, if they are known ones"""
         asked, settings = coming.asked, coming.settings
         prompt = self._tokens_of(asked, coming.seen) if packed is None else [*asked.prompt]
-        checked = self._check_tokens(asked.name, prompt, settings.params, packed)
-        return Prepared(checked, ids_of(prompt), asked.text, *settings, output_of=coming.output_of)
+        checked, token_ids = self._check_tokens(asked.name, prompt, settings.params, packed), ids_of(prompt)
+        params = with_prompt(settings.params, token_ids, self.reasoning)
+        return Prepared(checked, token_ids, asked.text, params, settings.grammar, output_of=coming.output_of)
 
     def finish_all(self, coming: list[ComingRequest]) -> list[Prepared]:
         """Return prompts ready to run, in their order; the first error is raised.

@@ -83,6 +83,9 @@ class SampleOutput(Output):
         begins where the prompt ends, so that a first space stays, which many tokenizers drop from a whole text. A
         checkpoint's clean_up_tokenization_spaces does not change it. It is empty without a tokenizer, and with
         detokenize=False
+    reasoning: what of the text is the thought, without the markers that stand around it. A thought that nobody closed
+        goes on to the end. None if the LLM knows no markers: see its reasoning_markers
+    answer: what of the text is no thought, without markers; the text if the LLM knows none
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
         max_model_len; "abort" after llm.abort; "error" when the text could not be made, its grammar grew too complex,
@@ -112,6 +115,8 @@ class SampleOutput(Output):
 
     index: int
     text: str
+    reasoning: str | None
+    answer: str
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
@@ -214,6 +219,9 @@ class StreamOutput(Output):
     index: the prompt's place in the list that was passed to stream
     sample: the sample's number among its prompt's, from 0 to n - 1
     text: the new text: whole characters only, and nothing that may turn out to be the beginning of a stop string
+    reasoning: the new text of the thought, as in SampleOutput, and nothing that may turn out to be the beginning of a
+        marker. What is told of both parts says of which a piece is
+    answer: the new text of the answer, likewise
     token_ids: the new tokens
     finish_reason: as in SampleOutput, in the sample's last output; None before
     stop_reason: as in SampleOutput, in the sample's last output; None before
@@ -230,6 +238,8 @@ class StreamOutput(Output):
     index: int
     sample: int
     text: str
+    reasoning: str | None
+    answer: str
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None

@@ -12,6 +12,7 @@ from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.tasks.messages import TaskProgress, TaskRunner
 from nanoinfer.requests.tasks.streamed import StreamedSample
@@ -32,12 +33,18 @@ class Requests:
     """
 
     def __init__(
-        self, tasks: TaskRunner, counters: Counters, seed: int, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        tasks: TaskRunner,
+        counters: Counters,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        reasoning: Reasoning | None = None,
     ) -> None:
-        """seed: the LLM's, from which requests without one get theirs"""
+        """seed: the LLM's, from which requests without one get theirs; reasoning: the LLM's; None: it has no markers"""
         self.finished: list[Request] = []
         self.num_added = 0
         self._tasks, self._counters, self._seed = tasks, counters, seed
+        self._reasoning = reasoning
         self._decode = None if tokenizer is None else TokenDecoder(tokenizer, skip_special_tokens=False)
         self._running: dict[int, Request] = {}  # by id
         self._changed: list[StreamedSample] = []  # since the last take_changed
@@ -86,7 +93,7 @@ class Requests:
 
     def _make(self, prompt: Prepared, streams: bool) -> Request:
         id = self.num_added
-        request = Request(id, prompt, seed_of(prompt.params, self._seed, id), streams, self._decode)
+        request = Request(id, prompt, seed_of(prompt.params, self._seed, id), streams, self._decode, self._reasoning)
         self.num_added += request.num_texts
         self._running[id] = request
         return request

@@ -13,6 +13,8 @@ from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
+from nanoinfer.requests.reasoning.reasoning import Reasoning
+from nanoinfer.requests.reasoning.thoughts import find_thought
 from nanoinfer.requests.text.spelling import TokenDecoder
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.sampling_params import SamplingParams
@@ -65,9 +67,11 @@ class Settings(NamedTuple):
 class SettingsReader:
     """Checks settings, and makes of them what an engine takes. Raises ValueError for those that cannot work."""
 
-    def __init__(self, config: Config, texts: TextTokenizer) -> None:
+    def __init__(self, config: Config, texts: TextTokenizer, reasoning: Reasoning | None = None) -> None:
+        """reasoning: the LLM's; None: it has no markers"""
         self._config = config
         self._texts = texts
+        self._reasoning = reasoning
         self._grammars: Grammars | None = None  # made for the first request that needs it
 
     def check_one(self, given: SamplingParams | None) -> Settings:
@@ -136,6 +140,7 @@ class SettingsReader:
         encode = partial(self._texts.tokenize, f"{name}.bad_words", add_special_tokens=False)
         if (bans := find_bans(name, params, self._config, encode)) is not None:
             vars(params)["bans"] = bans
+        vars(params)["thought"] = find_thought(name, params, self._reasoning)
         return params
 
     def compile(self, name: str, params: SamplingParams) -> Grammar | None:

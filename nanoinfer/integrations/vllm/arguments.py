@@ -30,8 +30,8 @@ SAME: dict[str, dict[Values, str]] = {
         only("auto", "none", "embed"): "convert",
         values.DEFAULT: """
             attention_config aux_output_config ec_manager_config engram_config fault_tolerance_config ir_op_priority
-            kernel_config logging_config override_pooler_config pooler_config profiler_config reasoning_config
-            structured_outputs_config watchdog_config weight_transfer_config
+            kernel_config logging_config override_pooler_config pooler_config profiler_config structured_outputs_config
+            watchdog_config weight_transfer_config
         """,
         only("auto", "vllm"): "generation_config model_impl",
         only("auto", "hf"): "config_format tokenizer_mode",
@@ -41,7 +41,7 @@ SAME: dict[str, dict[Values, str]] = {
             kv_events_config kv_transfer_config log_config_file log_level logits_processors long_lora_scaling_factors
             lora_target_modules media_io_kwargs model_class_overrides model_loader_extra_config model_weights
             numa_bind_cpus numa_bind_nodes offload_params otlp_traces_endpoint override_generation_config
-            override_neuron_config qlora_adapter_name_or_path quantization_config reasoning_parser
+            override_neuron_config qlora_adapter_name_or_path quantization_config
             reasoning_parser_plugin rope_scaling rope_theta sleep_preserve_parameter_names spec_method spec_model
             speculative_model video_pruning_method video_pruning_rate watermark_config worker_extension_cls
         """,
@@ -129,7 +129,7 @@ SAME: dict[str, dict[Values, str]] = {
         """,
         values.FLAG: "skip_clone spaces_between_special_tokens",
         values.WHOLE_OUTPUT: "output_kind",
-        values.NONE: "thinking_token_budget truncate_prompt_tokens",
+        values.NONE: "truncate_prompt_tokens",
         only(0): "prompt_logprob_start routed_experts_prompt_start",
         values.NUMBER: "output_text_buffer_length",
     },
@@ -184,6 +184,7 @@ OURS = {
     "LLM(max_num_seqs=...)": "max_num_active_seqs",
     "LLM(num_kvcache_blocks=...)": "kv_cache_memory_bytes num_gpu_blocks_override",
     "LLM(quantization=...)": "quantization_config",
+    "LLM(reasoning_markers=...)": "reasoning_parser_plugin",
     "LLM(restart_replicas=True)": "enable_fault_tolerance fault_tolerance_config",
     "LLM(routed_experts=True)": "aux_output_config enable_return_routed_experts",
     "LLM(runner=...)": "convert override_pooler_config pooler_config",
@@ -196,7 +197,6 @@ OURS = {
     "SamplingParams(detokenize=False)": "skip_tokenizer_init tokens_only",
     "SamplingParams(kept_tokens=True)": "return_sampling_mask",
     "SamplingParams(logprobs=...)": "logprob_token_ids prompt_logprob_token_ids",
-    "SamplingParams(max_tokens=...)": "thinking_token_budget",
     "SamplingParams(n=...)": "best_of",
     "SamplingParams(prompt_logprobs_start=...)": "prompt_logprob_start",
     "SamplingParams(repetition_penalty=...)": "repetition_detection",

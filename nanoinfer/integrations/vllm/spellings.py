@@ -16,6 +16,18 @@ POOLING, POOLING_TASKS = "pooling", ("embed", "embedding", "classify", "score", 
 DRAFT_MODEL = "draft_model"  # a method of its speculative_config
 # Some versions of vLLM name the model, too.
 HEADS = "mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp"
+THINK = ("<think>", "</think>")
+PARSERS: dict[str, tuple[str, str] | None] = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "glm45", "glm47", "holo2"), THINK),
+    **dict.fromkeys(("hunyuan_a13b", "kimi_k2", "mimo", "minimax_m2", "minimax_m2_append_think"), THINK),
+    **dict.fromkeys(("nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5"), THINK),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "gemma4": None,
+    "openai_gptoss": None,
+}
+"""Its parsers of reasoning -> the markers of their families; None: those that the model's tokenizer knows."""
 SAMPLING = "do_sample_frames"  # of a processor's arguments, for videos, whose frames are all taken
 
 
@@ -88,6 +100,29 @@ def _speculate(config: Any, beside: Options) -> Options:
     return ours | ({} if count is None else {"max_guesses": count})
 
 
+def _markers_of(parser: Any, beside: Options) -> Options:
+    """Return our option for one of vLLM's parsers. That of a family whose markers are no pair needs none."""
+    if isinstance(parser, str) and (not parser or parser in PARSERS):
+        markers = PARSERS.get(parser)
+        return {} if markers is None else {"reasoning_markers": markers}
+    raise ValueError(
+        f"reasoning_parser={short(parser)}: must be one of {', '.join(PARSERS)}; LLM(reasoning_markers=(opening,"
+        " closing)) takes any markers"
+    )
+
+
+def _reason(config: Any, beside: Options) -> Options:
+    """Return our option for vLLM's reasoning_config, a mapping or an object: two texts, or a parser."""
+    names = "reasoning_start_str", "reasoning_end_str", "reasoning_parser"
+    known = config if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in names}
+    opening, closing, parser = (known.get(name) or "" for name in names)
+    if opening and closing:
+        return {"reasoning_markers": (opening, closing)}
+    if opening or closing or known.keys() - names:
+        raise ValueError(f"reasoning_config={short(config)}: must have {names[0]} and {names[1]}, or {names[2]}")
+    return _markers_of(parser, beside)
+
+
 OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_media,
@@ -100,6 +135,8 @@ OTHER_NAMES: dict[str, dict[str, Spelling]] = {
         "task": _runner_of,
         "enable_lora": _count_adapters,
         "speculative_config": _speculate,
+        "reasoning_parser": _markers_of,
+        "reasoning_config": _reason,
         "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
     },
     "LoRARequest": {"lora_local_path": lambda value, _: {"lora_path": value}},

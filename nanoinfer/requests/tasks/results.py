@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ from nanoinfer.engine.sequence import FinishReason, Vector
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
 from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings
 from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.sampling_params import SamplingParams
+
+Split = Callable[[list[int], str], tuple[str, str]]
 
 
 class SampleResult(NamedTuple):
@@ -44,11 +48,17 @@ class SampleResult(NamedTuple):
     num_accepted_tokens: int = 0
     pooled: Vector | None = None
 
-    def output(self, decode: Decode | None) -> SampleOutput:
-        """Return the sample's output; decode: makes text from tokens, None: there is no tokenizer."""
+    def output(self, decode: Decode | None, split: Split | None) -> SampleOutput:
+        """Return the sample's output; decode: makes text from tokens, None: there is no tokenizer.
+
+        split: divides an output's tokens and text; None: nobody knows markers
+        """
+        parts = None if split is None else Later(partial(split, self.token_ids, self.text))
         return SampleOutput(
             index=self.number,
             text=self.text,
+            reasoning=None if parts is None else Later(lambda: parts.value[0]),
+            answer=self.text if parts is None else Later(lambda: parts.value[1]),
             token_ids=self.token_ids,
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
@@ -73,11 +83,17 @@ def prompt_logprobs(params: SamplingParams, log: CandidatesLog | None, decode: D
 
 
 def request_output(
-    request_id: int, prompt: Prepared, results: list[SampleResult], decode: Decode | None, queued_at: float
+    request_id: int,
+    prompt: Prepared,
+    results: list[SampleResult],
+    decode: Decode | None,
+    reasoning: Reasoning | None,
+    queued_at: float,
 ) -> RequestOutput:
-    """Return the output of a request; results: of all its samples, in their order."""
+    """Return the output of a request; results: of all its samples, in their order. reasoning: the LLM's"""
     first = results[0]
-    samples = [result.output(decode) for result in results]
+    split = None if reasoning is None else partial(reasoning.split, prompt.token_ids, prompt.params)
+    samples = [result.output(decode, split) for result in results]
     return RequestOutput(
         dict.items(samples[0]),
         request_id=request_id,

@@ -6,6 +6,8 @@ from typing import Any
 
 from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.requests.outputs import StreamOutput
+from nanoinfer.requests.reasoning.parts import Parts
+from nanoinfer.requests.reasoning.stages import Part
 from nanoinfer.requests.tasks.results import SampleResult, prompt_logprobs
 from nanoinfer.sampling_params import SamplingParams
 
@@ -25,12 +27,16 @@ class StreamedSample:
         "_num_taken",
         "_num_told",
         "_params",
+        "_parts",
         "_prompt_logprobs",
         "_request_id",
     )
 
-    def __init__(self, request_id: int, params: SamplingParams, decode: Decode | None) -> None:
-        """decode: makes text of tokens"""
+    def __init__(
+        self, request_id: int, params: SamplingParams, decode: Decode | None, parts: Parts | None = None
+    ) -> None:
+        """decode: makes text of tokens; parts: divides it; None: the LLM knows no markers"""
+        self._parts = parts
         self._request_id, self._params, self._decode = request_id, params, decode
         self._newest: SampleResult | None = None
         self._num_taken = dict.fromkeys(GROWING, 0)
@@ -73,12 +79,18 @@ class StreamedSample:
         for name, value in new.items():
             self._num_taken[name] += 0 if value is None else len(value)
         self._empty()
+        text, token_ids = new["text"], new["token_ids"]
+        parts: dict[Part, str] = {}
+        if self._parts is not None:
+            parts = self._parts.read(token_ids, text, is_finished=newest.finish_reason is not None)
         return StreamOutput(
             request_id=self._request_id,
             index=index,
             sample=newest.number,
-            text=new["text"],
-            token_ids=new["token_ids"],
+            text=text,
+            reasoning=parts.get("reasoning"),
+            answer=parts.get("answer", text),
+            token_ids=token_ids,
             finish_reason=newest.finish_reason,
             stop_reason=newest.stop_reason,
             weights_versions=newest.weights_versions,

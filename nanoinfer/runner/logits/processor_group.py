@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.drafting.lines import find_lines
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
+from nanoinfer.kernels.sampling.thoughts import Forced
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.lines import EACH, Lines, StepLines, Which
 from nanoinfer.runner.logits.logprobs import LogProbs
@@ -25,8 +26,10 @@ from nanoinfer.runner.logits.settings import (
     changes_logits,
     filters_of,
     has_mask_alone,
+    make_forced,
     make_min_tokens,
     masks_of,
+    may_force,
     needs_tokens,
 )
 from nanoinfer.runner.message import LogitsMessage
@@ -64,6 +67,7 @@ class LogitsProcessorGroup:
         self._changes, self._bans = self._make(PENALTIES), self._make(BANS)
         is_early = any(message.suppressed for message in self._messages)
         self._keep_on = make_min_tokens(self._messages, device) if is_early else None
+        self._force = make_forced(self._messages, device) if any(map(may_force, self._params)) else None
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
         self.asks = bool(self._asked)
         self._asked_rows = self._ints(self._asked)
@@ -117,6 +121,7 @@ class LogitsProcessorGroup:
         for change in self._changes:
             changed = change(changed, positions, tokens, rows)
         penalized = changed if self.asks_kept else None  # else its memory is free
+        forced = None if self._force is None else Forced.of(changed, self._force(positions, tokens, rows))
         for ban in self._bans:
             changed = ban(changed, positions, tokens, rows)
         if self._keep_on is not None:
@@ -124,6 +129,8 @@ class LogitsProcessorGroup:
         if lines.masks is not None:
             changed = apply_masks(changed, lines.masks)
         changed = self.filter(changed, temperatures, rows)
+        if forced is not None:
+            changed = forced.put(changed)
         return changed if penalized is None else penalized, changed
 
     def filter(self, logits: Tensor, temperatures: Tensor, rows: Which = EACH) -> Tensor:

@@ -19,6 +19,7 @@ from nanoinfer.bans import NOTHING, Bans
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.kernels.sampling.sequences import ban_sequences
+from nanoinfer.kernels.sampling.thoughts import Thoughts, forced_tokens
 from nanoinfer.runner.logits.lines import Which
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
@@ -26,6 +27,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 Change = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
 Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
+Force = Callable[[Tensor, Tensor | None, Which], Tensor]
 
 ALL = -1  # 32 tokens that may all be drawn
 MINUS_INFINITY = float("-inf")
@@ -135,6 +137,27 @@ def make_min_tokens(messages: list[LogitsMessage], device: torch.device) -> Chan
     return change
 
 
+def make_forced(messages: list[LogitsMessage], device: torch.device) -> Force:
+    """Return the function that closes thoughts whose budgets are spent: see kernels.sampling.thoughts.
+
+    Its arguments are the positions, the tokens so far and the rows, as Penalty.make says.
+    """
+    thoughts = [message.params.thought for message in messages]
+    markers = next(thought for thought in thoughts if thought is not None)  # all rows have the same
+    leaving = upload(array("i", markers.leaving), device).long()
+    spans = [FARTHEST if own is None or own.budget is None else min(own.budget, FARTHEST) for own in thoughts]
+    budgets = upload(array("i", spans), device)
+    are_open = upload(array("i", [own is not None and own.is_open for own in thoughts]), device).bool()
+    lengths = upload(array("i", [message.num_prompt_tokens for message in messages]), device)
+
+    def force(positions: Tensor, tokens: Tensor | None, rows: Which) -> Tensor:
+        assert tokens is not None
+        own = Thoughts(lengths[rows], are_open[rows], budgets[rows])
+        return forced_tokens(tokens, positions, own, markers.opening, markers.closing, leaving)
+
+    return force
+
+
 def _table(lists: list[list[Any]], device: torch.device, kind: str = "i") -> Tensor:
     """Return numbers of each row, [rows, most], as int32 or, of kind "f", as float32; a shorter list goes on with 0."""
     most = max(map(len, lists))
@@ -168,14 +191,19 @@ def changes_of(params: SamplingParams) -> list[Penalty]:
     return [own for own in (*PENALTIES, *BANS) if own.is_set(params)]
 
 
+def may_force(params: SamplingParams) -> bool:
+    """Whether some tokens are put in, whatever else the request asks for: a thought's budget may be spent."""
+    return params.thought is not None and params.thought.budget is not None
+
+
 def needs_tokens(params: SamplingParams) -> bool:
-    """Whether a penalty or a ban makes the next token depend on the tokens so far."""
-    return any(own.needs_tokens for own in changes_of(params))
+    """Whether a penalty, a ban or a thought's budget makes the next token depend on the tokens so far."""
+    return may_force(params) or any(own.needs_tokens for own in changes_of(params))
 
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
-    wants_more = changes_of(params) or filters_of(params) or params.is_guided
+    wants_more = changes_of(params) or filters_of(params) or params.is_guided or may_force(params)
     return not (wants_more or params.kept_tokens) and params.logprobs is None
 
 
@@ -183,11 +211,12 @@ def changes_logits(message: LogitsMessage) -> bool:
     """Whether a row's token is drawn from other logits than the model's; the filters of a cutoff need no others."""
     params = message.params
     masks = any(own.keep is not None for own in filters_of(params))
-    return masks or bool(message.suppressed) or params.is_guided or bool(changes_of(params))
+    return masks or bool(message.suppressed) or params.is_guided or may_force(params) or bool(changes_of(params))
 
 
 def has_mask_alone(message: LogitsMessage) -> bool:
     """Whether a mask is all that a row wants: a guided row's, or that of allowed_token_ids."""
     params = message.params
     wants_more = filters_of(params) or message.suppressed or params.kept_tokens or params.logprobs is not None
+    wants_more = wants_more or may_force(params)
     return changes_of(params) == ([] if params.is_guided else [MASK]) and not wants_more
