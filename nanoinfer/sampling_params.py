@@ -18,6 +18,7 @@ from nanoinfer.thought import Thought
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
 LARGEST = 1e30  # no setting may be larger: the device computes in float32
 OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget")  # may be None
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "entropy", "skip_special_tokens", "detokenize")
 MOST_SAMPLES = 10**6  # each is a sequence of its own
 MOST_BIAS = 100  # of OpenAI's logit_bias
 
@@ -65,6 +66,7 @@ class SamplingParams:
         token just before it, and may take the blocks before that token from the KV cache
     kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place, and
         how likely these were together before filters left out the others
+    entropy: True: the output has for each generated token the entropy of the distribution that it was drawn from
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
@@ -106,6 +108,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     kept_tokens: bool = False
+    entropy: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
@@ -119,7 +122,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         settings = self.__dict__
-        for name in ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "skip_special_tokens", "detokenize"):
+        for name in FLAGS:
             settings[name] = check_flag(name, settings[name])
         self._check_integers()
         self._check_prompt_logprobs()

@@ -75,8 +75,8 @@ class NullLLM:
         reason = "error" if prompt == "fails" else "length"
         text, ids = f"{prompt} é\u2028{params.seed}", [1, 2, 3]
         sample = SampleOutput(
-            index=0, text=text, token_ids=ids, finish_reason=reason, stop_reason="it failed", logprobs=None,
-            kept_tokens=None, routed_experts=None,
+            index=0, text=text, reasoning=None, answer=text, token_ids=ids, finish_reason=reason,
+            stop_reason="it failed", logprobs=None, kept_tokens=None, entropies=None, routed_experts=None,
         )  # fmt: skip
         return RequestOutput(
             sample, request_id=request_id, prompt_token_ids=[5], prompt_logprobs=None, samples=[sample]

@@ -66,6 +66,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "evaluation.md": [" window breaks? [-0.0", "perplexity 1."],
     "images.md": ["77 [", "64 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],
+    "reasoning.md": ["beggar, tread", " 33"],
     "speculation.md": [some_were_guessed, " guesses held", " of "],
     "structured-outputs.md": ["'age': ", "is no JSON\nstop {'says': 'Good morrow'}", "True True ab"],
     "training.md": [" 2\n", learns, "3\n", twice_the_same, one_number_twice],

@@ -36,6 +36,7 @@ EVERYTHING: dict[str, Any] = {
     "prompt_logprobs": 2,
     "prompt_logprobs_start": 1,
     "kept_tokens": True,
+    "entropy": True,
     "skip_special_tokens": False,
     "detokenize": True,
     "structured_outputs": {"regex": "a+"},

@@ -34,6 +34,7 @@ REFUSED = {
     "stream": "a batch file's results come whole",
     "tools": "nobody reads tool calls out of a text here; a template takes tools as chat_template_kwargs",
     "prompt_logprobs": "OpenAI's results have no place for it: write a plain line",
+    "entropy": "OpenAI's results have no place for it: write a plain line",
     "kept_tokens": "OpenAI's results have no place for it: write a plain line",
 }
 ONE_MODEL = Models()

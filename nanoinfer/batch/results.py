@@ -86,6 +86,8 @@ def _plain_sample(sample: SampleOutput) -> dict[str, Any]:
         row["logprobs"] = [_plain_entry(entry) for entry in sample.logprobs]
     if sample.kept_tokens is not None:
         row["kept_tokens"] = [(count, _finite(log_mass)) for count, log_mass in sample.kept_tokens]
+    if sample.entropies is not None:
+        row["entropies"] = list(map(_finite, sample.entropies))
     if sample.routed_experts is not None:
         row["routed_experts"] = sample.routed_experts.tolist()
     return row

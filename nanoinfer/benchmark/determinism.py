@@ -40,7 +40,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.02, "repetition_penalty": 1.2},
     {"prompt_logprobs": 2},
     {"logprobs": 5, "presence_penalty": 0.5},
-    {"kept_tokens": True, "top_p": 0.8, "logit_bias": {1: 2.0, 3: -1.0}, "min_tokens": 3},
+    {"kept_tokens": True, "entropy": True, "top_p": 0.8, "logit_bias": {1: 2.0, 3: -1.0}, "min_tokens": 3},
 )
 
 
@@ -122,6 +122,7 @@ def bits_of(output: RequestOutput) -> Bits:
     for sample in output.samples:
         bits += of(f"sample {sample.index}, log-probability", list(sample.logprobs or ()))
         bits.append((f"sample {sample.index}, kept tokens", sample.kept_tokens))
+        bits.append((f"sample {sample.index}, entropies", sample.entropies))
         bits.append((f"sample {sample.index}, tokens", sample.token_ids))
     return bits
 

@@ -46,6 +46,7 @@ class Sequence:
         "check_at",
         "drafted",
         "end",
+        "entropies",
         "finish_reason",
         "finished_at",
         "first_token_at",
@@ -119,6 +120,7 @@ class Sequence:
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
         self.logprobs = NO_LOG if params.logprobs is None else CandidatesLog()  # of the generated tokens
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
+        self.entropies: list[float] = []  # likewise
         # Of the prompt's tokens but the first:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
         self.text_lens: list[int] | None = None  # of the texts that it consists of; None: it is one

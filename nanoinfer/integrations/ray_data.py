@@ -28,7 +28,7 @@ from nanoinfer.serving.llm_thread import LLMThread, Prepare, Told
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one
 SETTINGS = {field.name for field in fields(SamplingParams)}
 READ = {*KNOWN, *SETTINGS, TEMPLATE, *MEDIA, "id"}
-UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings whose results have no column
+UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens", "entropy")  # settings whose results have no column
 NO_COLUMN = "its results have no column"
 GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
 

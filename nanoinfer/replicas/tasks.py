@@ -139,6 +139,7 @@ class SharedTasks:
             logprobs=None if params.logprobs is None else log,
             prompt_logprobs=None if params.prompt_logprobs is None or index else log,
             kept_tokens=[] if params.kept_tokens else None,
+            entropies=[] if params.entropy else None,
         )
         self._progress.results.append((number, result))
         self._end(number)

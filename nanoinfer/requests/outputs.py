@@ -99,6 +99,8 @@ class SampleOutput(Output):
         probability that these had together at this temperature. The others are those that min_tokens,
         allowed_token_ids, bad_words, a form (structured_outputs) or filters left out. At temperature 0 it is one token,
         and 0.0. None if SamplingParams did not ask
+    entropies: for each generated token the entropy, in nats, of the distribution that it was drawn from: behind
+        penalties, bias, masks, temperature and filters. At temperature 0 it is 0.0. None if SamplingParams did not ask
     routed_experts: the experts that each token of prompt and output took, the likeliest first, in the layers that have
         experts: [tokens, layers, experts a token uses] uint8, or int16 where a router chooses among more than 256.
         Numbers behind the experts' are LongCat-Flash's identities. The last generated token took none yet. None without
@@ -123,6 +125,7 @@ class SampleOutput(Output):
     weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    entropies: list[float] | None
     routed_experts: npt.NDArray[np.integer[Any]] | None
     num_proposed_tokens: int
     num_accepted_tokens: int
@@ -228,6 +231,7 @@ class StreamOutput(Output):
     weights_versions: as in SampleOutput, for all tokens so far
     logprobs: as in SampleOutput, for the new tokens
     kept_tokens: as in SampleOutput, for the new tokens
+    entropies: as in SampleOutput, for the new tokens
     routed_experts: as in SampleOutput, in the sample's last output; None before
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
@@ -246,6 +250,7 @@ class StreamOutput(Output):
     weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    entropies: list[float] | None
     routed_experts: npt.NDArray[np.integer[Any]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nanoinfer.runner.logits.kept_tokens import KeptTokens
+from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.steps.pooling import Pooled
 from nanoinfer.runner.transfer import to_host
@@ -17,7 +17,8 @@ class Extras:
     """What a step gives beside its tokens, because requests ask for it.
 
     logprobs: log-probabilities of the drawn tokens, by the token's place among them
-    kept_tokens: how many tokens could have been drawn, by the drawn token's place
+    kept_tokens: how many tokens could have been drawn, by the drawn token's place: see count_kept
+    entropies: those of the distributions that tokens were drawn from, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
     pooled: what texts are read for, by chunk
     experts: [tokens, layers, used], the experts that all tokens of the step took; in a verifying step first those of
@@ -25,7 +26,8 @@ class Extras:
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)
-    kept_tokens: list[KeptTokens] = field(default_factory=list)
+    kept_tokens: list[LineValues] = field(default_factory=list)
+    entropies: list[LineValues] = field(default_factory=list)
     prompt_logprobs: list[LogProbs] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
     experts: Tensor | None = None
@@ -35,6 +37,7 @@ class Extras:
         return Extras(
             [entry.to_host() for entry in self.logprobs],
             [entry.to_host() for entry in self.kept_tokens],
+            [entry.to_host() for entry in self.entropies],
             [entry.to_host() for entry in self.prompt_logprobs],
             [entry.to_host() for entry in self.pooled],
             None if self.experts is None else to_host(self.experts),

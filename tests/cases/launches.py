@@ -70,6 +70,7 @@ from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
 from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines_triton, draw_triton
+from nanoinfer.kernels.sampling.entropy import entropies_triton, entropy_parts_triton
 from nanoinfer.kernels.sampling.masks import apply_masks_triton
 from nanoinfer.kernels.sampling.penalties import penalize_triton
 from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
@@ -426,6 +427,11 @@ def sample(rows: int, dtype: torch.dtype) -> None:
     draw_triton(logits, settings[0], seeds, numbers(rows), cutoff=cutoff)
     masks = empty(rows, VOCABULARY // 32, dtype=torch.int32)
     draw_lines_triton(logits, settings[0], seeds, numbers(rows), DrawnLines(seeds, seeds, masks), numbers(rows))
+    for parts in (
+        entropy_parts_triton(logits, settings[0], seeds),
+        entropy_parts_triton(logits.float(), settings[0], cutoff=cutoff),
+    ):
+        entropies_triton(parts, settings[0])
     changed, tokens = logits.float(), empty(rows, 500, dtype=torch.int32)
     penalize_triton(changed, tokens, numbers(rows), numbers(rows), *settings)
     apply_masks_triton(changed, masks)

@@ -43,7 +43,12 @@ def record_tokens(step: Step, seqs: list[Sequence], extras: Extras, proposed: li
         for row, kept in kept_tokens.entries(proposed):
             seq = seqs[row]
             if seq.params.kept_tokens and len(seq.kept_tokens) < seq.num_output_tokens:
-                seq.kept_tokens.append(kept)
+                seq.kept_tokens.append((int(kept[0]), kept[1]))
+    for entropies in extras.entropies:
+        for row, (entropy,) in entropies.entries(proposed):
+            seq = seqs[row]
+            if seq.params.entropy and len(seq.entropies) < seq.num_output_tokens:
+                seq.entropies.append(entropy)
     if extras.experts is not None and not isinstance(step, PrefillStep):
         taken = extras.experts.numpy()
         for row, line in number_lines(list(range(len(seqs))), proposed):

@@ -21,8 +21,8 @@ class SampleResult(NamedTuple):
     """A sample that has ended, or what one that streams has new, as plain data, which can cross to another process.
 
     number: the sample's among its prompt's
-    text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts, num_proposed_tokens,
-        num_accepted_tokens: as SampleOutput has them
+    text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, entropies, routed_experts,
+        num_proposed_tokens, num_accepted_tokens: as SampleOutput has them
     num_cached_tokens: this many tokens of the prompt came from the KV cache
     started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
@@ -43,6 +43,7 @@ class SampleResult(NamedTuple):
     logprobs: CandidatesLog | None = None
     prompt_logprobs: CandidatesLog | None = None
     kept_tokens: list[tuple[int, float]] | None = None
+    entropies: list[float] | None = None
     routed_experts: ExpertIds | None = None
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -65,6 +66,7 @@ class SampleResult(NamedTuple):
             weights_versions=self.weights_versions,
             logprobs=None if self.logprobs is None else Later(partial(self.logprobs.logprobs, decode)),
             kept_tokens=self.kept_tokens,
+            entropies=self.entropies,
             routed_experts=self.routed_experts,
             num_proposed_tokens=self.num_proposed_tokens,
             num_accepted_tokens=self.num_accepted_tokens,

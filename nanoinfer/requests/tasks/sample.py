@@ -80,6 +80,7 @@ class Sample:
             logprobs=None if params.logprobs is None else seq.logprobs.since(start),
             prompt_logprobs=self._prompt_logprobs if start == 0 else None,
             kept_tokens=seq.kept_tokens[start:] if params.kept_tokens else None,
+            entropies=seq.entropies[start:] if params.entropy else None,
             routed_experts=self._routed_experts if is_finished else None,
             pooled=seq.pooled if seq.finish_reason == "length" else None,
         )

@@ -11,7 +11,13 @@ from nanoinfer.requests.reasoning.stages import Part
 from nanoinfer.requests.tasks.results import SampleResult, prompt_logprobs
 from nanoinfer.sampling_params import SamplingParams
 
-GROWING = ("text", "token_ids", "logprobs", "kept_tokens")  # of results that stream: each goes on where the last ended
+GROWING = (
+    "text",
+    "token_ids",
+    "logprobs",
+    "kept_tokens",
+    "entropies",
+)  # of results that stream: each goes on where the last ended
 
 
 class StreamedSample:
@@ -55,12 +61,13 @@ class StreamedSample:
             "token_ids": [],
             "logprobs": None if params.logprobs is None else [],
             "kept_tokens": [] if params.kept_tokens else None,
+            "entropies": [] if params.entropy else None,
         }
 
     def extend(self, result: SampleResult) -> None:
         """Take what is new."""
         logprobs = None if result.logprobs is None else result.logprobs.logprobs(self._decode)
-        values = (result.text, result.token_ids, logprobs, result.kept_tokens)
+        values = (result.text, result.token_ids, logprobs, result.kept_tokens, result.entropies)
         for name, value in zip(GROWING, values, strict=True):
             if value is not None:
                 known = self._num_taken[name] + len(self._new[name]) - self._num_told[name]
@@ -96,6 +103,7 @@ class StreamedSample:
             weights_versions=newest.weights_versions,
             logprobs=new["logprobs"],
             kept_tokens=new["kept_tokens"],
+            entropies=new["entropies"],
             routed_experts=newest.routed_experts,
             prompt_logprobs=prompt_logprobs(self._params, self._prompt_logprobs, self._decode) if is_first else None,
         )

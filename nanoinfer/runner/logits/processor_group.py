@@ -12,7 +12,8 @@ from nanoinfer.kernels.drafting.lines import find_lines
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.thoughts import Forced
-from nanoinfer.runner.logits.kept_tokens import KeptTokens
+from nanoinfer.runner.logits.kept_tokens import count_kept
+from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.lines import EACH, Lines, StepLines, Which
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.settings import (
@@ -51,7 +52,8 @@ class LogitsProcessorGroup:
     needs_tokens: whether penalties or bans of any of these rows need the tokens so far
     is_guided: whether these rows, all of them, have masks
     has_masks_alone: whether masks are all that these rows want
-    asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
+    asks, asks_kept, asks_entropy: whether any of these rows asks for log-probabilities, kept_tokens or entropies
+    has_entropies_alone: whether entropies of the logits as they are, are all that these rows want
     """
 
     def __init__(
@@ -74,6 +76,11 @@ class LogitsProcessorGroup:
         self._kept = [i for i, params in enumerate(self._params) if params.kept_tokens]
         self.asks_kept = bool(self._kept)
         self._kept_rows = self._ints(self._kept)
+        self._measured = [i for i, params in enumerate(self._params) if params.entropy]
+        self.asks_entropy = bool(self._measured)
+        self._measured_rows = self._ints(self._measured)
+        is_plain = not (needs_float32 or self.is_drawn or self.asks or self.asks_kept)
+        self.has_entropies_alone = self.asks_entropy and is_plain
         self._masks = self._find_masks()
         self._of_rows: Tensor | None = None  # each row's number among these, see find_lines; made when a step verifies
         self._cutoff_settings = self._find_cutoff_settings()
@@ -162,13 +169,18 @@ class LogitsProcessorGroup:
 
     def kept_tokens(
         self, penalized: Tensor, kept: Tensor, temperatures: Tensor, lines: Lines, first_row: int
-    ) -> list[KeptTokens]:
-        """Return the KeptTokens asked for, as `logprobs` does; the tensors are as for KeptTokens.of."""
+    ) -> list[LineValues]:
+        """Return the kept_tokens asked for, as `logprobs` does; the tensors are as for count_kept."""
         if not self.asks_kept:
             return []
         asked, which = self._asking(self._kept, self._kept_rows, lines)
-        keys = [self._numbers[i] - first_row for i in asked]
-        return [KeptTokens.of(penalized, kept, temperatures, which, keys)]
+        columns = [column[which] for column in count_kept(penalized, kept, temperatures)]
+        return [LineValues(columns, [self._numbers[i] - first_row for i in asked])]
+
+    def entropies(self, values: Tensor, lines: Lines, first_row: int) -> list[LineValues]:
+        """Return the entropies asked for, as `logprobs` does; values: [lines], of all lines"""
+        asked, which = self._asking(self._measured, self._measured_rows, lines)
+        return [LineValues([values[which]], [self._numbers[i] - first_row for i in asked])]
 
     def _asking(self, rows: list[int], on_device: Tensor, lines: Lines) -> tuple[list[int], Which]:
         """Return these rows, and their lines; where rows have several lines, all rows and all lines."""

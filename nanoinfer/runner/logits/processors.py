@@ -15,9 +15,10 @@ from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import distribution
 from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines
+from nanoinfer.kernels.sampling.entropy import entropies, entropy_parts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.kept_tokens import KeptTokens
+from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.lines import Lines, StepLines
 from nanoinfer.runner.logits.logprobs import FEW, LogProbs
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
@@ -142,7 +143,9 @@ class LogitsProcessors:
             if group.asks:
                 extras.logprobs.append(LogProbs.joined(told.logprobs))
             if group.asks_kept:
-                extras.kept_tokens.append(KeptTokens.joined(told.kept_tokens))
+                extras.kept_tokens.append(LineValues.joined(told.kept_tokens))
+            if group.asks_entropy:
+                extras.entropies.append(LineValues.joined(told.entropies))
         self._count_draw(step.first_row)
 
     def _draw(self, group: LogitsProcessorGroup, lines: Lines, step: StepLines, drawn: Tensor, extras: Extras) -> None:
@@ -154,12 +157,19 @@ class LogitsProcessors:
             draw_lines(step.logits, *how, DrawnLines(at, own, lines.masks), drawn)
             return
         temperatures, positions = step.temperatures[own], step.positions[at]
+        if group.has_entropies_alone and not (self._is_deterministic and self.tp.size > 1):
+            parts = self._gather_parts(entropy_parts(step.logits, temperatures, at, width=self._share))
+            extras.entropies += group.entropies(entropies(parts, temperatures), lines, step.first_row)
+            return
         logits = self.gather(group.select(step, lines))
         history = self._history.of(numbers) if group.needs_tokens else None
         penalized, allowed = group.change(logits, temperatures, positions, history, lines)
         cutoff = group.find_cutoff(allowed, temperatures, lines.rows)
         if group.is_drawn:
             draw_lines(allowed, *how, DrawnLines(at, own), drawn, cutoff, picked=True)
+        if group.asks_entropy:
+            measured = entropies(entropy_parts(allowed, temperatures, cutoff=cutoff), temperatures)
+            extras.entropies += group.entropies(measured, lines, step.first_row)
         if not (group.needs_tokens or group.asks or group.asks_kept):
             return
         token_ids = drawn[at].clamp(min=0)
@@ -202,9 +212,19 @@ class LogitsProcessors:
         """Gather [n, this rank's token ids] of each rank into [n, vocabulary] on every rank."""
         if self.tp.size == 1:
             return logits
-        share = -(-self.vocab_size // self.tp.size)  # see VocabParallelEmbedding: the last rank may have fewer
-        padded = F.pad(logits, (0, share - logits.shape[1]))
+        padded = F.pad(logits, (0, self._share - logits.shape[1]))
         return self.tp.gather_features(padded)[:, : self.vocab_size]
+
+    @property
+    def _share(self) -> int:
+        """How many token ids a rank has, at most: see VocabParallelEmbedding."""
+        return -(-self.vocab_size // self.tp.size)
+
+    def _gather_parts(self, parts: Tensor) -> Tensor:
+        """Gather the parts of entropies of each rank's share, [n, slices, 3], into those of all on every rank."""
+        if self.tp.size == 1:
+            return parts
+        return self.tp.gather_features(parts.view(len(parts), -1)).view(len(parts), -1, 3)
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
         """Put rows that need no logits in float32 in groups, the others in groups that fit the memory.
@@ -254,9 +274,10 @@ class LogitsProcessors:
         return max(FEW, self.wanted[row].params.logprobs or 0)
 
     def _is_drawn_alone(self, message: LogitsMessage) -> bool:
-        """Whether the row is drawn by itself: torch sums for kept_tokens, and selects for log-probabilities."""
+        """Whether the row is drawn by itself: torch sums for these numbers, and selects for log-probabilities."""
         params = message.params
-        return self._is_alone or (self._is_deterministic and (params.kept_tokens or bool(params.logprobs)))
+        has_sums = params.kept_tokens or params.entropy or bool(params.logprobs)
+        return self._is_alone or (self._is_deterministic and has_sums)
 
     def _needs_float32(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""

@@ -204,7 +204,7 @@ def needs_tokens(params: SamplingParams) -> bool:
 def is_plain(params: SamplingParams) -> bool:
     """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
     wants_more = changes_of(params) or filters_of(params) or params.is_guided or may_force(params)
-    return not (wants_more or params.kept_tokens) and params.logprobs is None
+    return not (wants_more or params.kept_tokens or params.entropy) and params.logprobs is None
 
 
 def changes_logits(message: LogitsMessage) -> bool:
@@ -218,5 +218,5 @@ def has_mask_alone(message: LogitsMessage) -> bool:
     """Whether a mask is all that a row wants: a guided row's, or that of allowed_token_ids."""
     params = message.params
     wants_more = filters_of(params) or message.suppressed or params.kept_tokens or params.logprobs is not None
-    wants_more = wants_more or may_force(params)
+    wants_more = wants_more or may_force(params) or params.entropy
     return changes_of(params) == ([] if params.is_guided else [MASK]) and not wants_more

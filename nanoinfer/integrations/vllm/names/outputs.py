@@ -14,7 +14,7 @@ from nanoinfer.requests.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prepared
 
 OTHERS = ("request_id", "sample", "prompt_logprobs")  # of a StreamOutput, which a sample has not
-LISTS = ("text", "reasoning", "answer", "token_ids", "logprobs", "kept_tokens")  # what grows
+LISTS = ("text", "reasoning", "answer", "token_ids", "logprobs", "kept_tokens", "entropies")  # what grows
 
 
 class CompletionOutput(outputs.SampleOutput):
