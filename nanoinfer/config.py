@@ -28,6 +28,7 @@ from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, che
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CONFIG_FILES, find_folder, find_model, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.logits_processors import check_classes, check_pickles
 from nanoinfer.media.options import can_see, check_image_folder, check_image_options, check_images
 from nanoinfer.models.description import Description
 from nanoinfer.models.ranks import check_in_order
@@ -131,6 +132,8 @@ class Config:
     reasoning_markers: (opening, closing), the texts that stand around a thought in an output, which they divide into
         reasoning and answer. None: those of the model's family, if its tokenizer knows them as tokens or its chat
         template writes them. (): there are none
+    logits_processors: classes, or texts "module:Class", with vLLM's interface of LogitsProcessor, as in
+        nanoinfer.logits_processors: they change the logits of all rows, one class after the other, before each draw
     seed: a request without a seed of its own gets one that is made from this number
     runner: "pooling": the LLM only reads texts, without memory for logits and CUDA graphs. "generate": it generates,
         too. "auto" is pooling for classifiers, classes without a head, and a modules.json with a Pooling
@@ -196,6 +199,7 @@ class Config:
     image_folder: str | None = None
     device: str = "auto"
     reasoning_markers: Sequence[str] | None = None
+    logits_processors: Sequence[Any] | None = None
     seed: int = ranged(0, 0, 2**63 - 1)
     runner: str = "auto"
     load_format: str = "safetensors"
@@ -272,6 +276,7 @@ class Config:
         self.image_options = check_image_options(self.image_options)
         self.image_folder = check_image_folder(self.image_folder)
         self.reasoning_markers = check_texts("reasoning_markers", self.reasoning_markers, 2)
+        self._check_logits_processors()
 
     def _check_offload(self) -> None:
         """Refuse to keep layers in host memory if there is no other."""
@@ -314,6 +319,8 @@ class Config:
             is_rounded = self.quantization is not None
             self.draft = Draft.of_heads(self.model, model, self.max_guesses, self.is_loaded, is_rounded)
             self.max_guesses = self.draft.most_guesses or self.max_guesses
+        if self.logits_processors and not model.generates:
+            raise ValueError("logits_processors: must be left out: this LLM reads texts, and draws no token")
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
@@ -418,6 +425,14 @@ class Config:
         return f"data_parallel_backend={self.data_parallel_backend!r}"
 
     @property
+    def named_processes(self) -> str | None:
+        """The option and the value for which the LLM starts other processes, for errors; None: it starts none."""
+        if self.has_replicas:
+            return self.named_replicas
+        has_ranks = self.tensor_parallel_size > 1 and self.starts_ranks
+        return f"tensor_parallel_size={self.tensor_parallel_size}" if has_ranks else None
+
+    @property
     def starts_ranks(self) -> bool:
         """Whether rank 0 starts the others; otherwise they are there already, and each has a host of its own."""
         return self.tensor_parallel_group is None
@@ -427,6 +442,17 @@ class Config:
         if self.device == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", rank if self.starts_ranks else torch.cuda.current_device())
+
+    def _check_logits_processors(self) -> None:
+        name = "logits_processors"
+        self.logits_processors = check_classes(name, self.logits_processors)
+        if not self.logits_processors:
+            return
+        for option in ("speculation", "deterministic"):
+            if value := getattr(self, option):
+                raise ValueError(f"{option}={short(value)}: must be left out beside {name}, which see a whole batch")
+        if (where := self.named_processes) is not None:
+            check_pickles(name, self.logits_processors, where)
 
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""

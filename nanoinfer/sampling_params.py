@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from nanoinfer.bans import Bans
 from nanoinfer.checks import as_int, as_list, as_number, check_adapter, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
+from nanoinfer.logits_processors import Function, check_functions
 from nanoinfer.pooling.read import Read
 from nanoinfer.structured_outputs import check_structured_outputs
 from nanoinfer.thought import Thought
@@ -81,6 +82,11 @@ class SamplingParams:
     thinking_token_budget: behind so many tokens of a thought, the engine puts the marker that closes it, whatever other
         settings say; these tokens count as the sample's. The thought begins behind the prompt, if that ends in an open
         one, or behind its marker in the output. None or -1: nobody closes it but the model. See LLM's reasoning_markers
+    logits_processors: functions that change the logits before each draw, one after the other, before penalties and
+        bans. Each is f(token_ids, logits), with the tokens of prompt and output so far, or f(prompt, output, logits).
+        logits is [vocabulary] float32, on the model's device, and may be changed in place. A function that raises an
+        error, or returns another shape, NaN or infinity, ends its sample with an error
+    extra_args: a mapping that the classes of LLM's logits_processors read; nothing else does
     adapter: the name of the adapter that computes the request: see llm.load_adapter(...); None: the model alone does
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
@@ -113,6 +119,8 @@ class SamplingParams:
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
     thinking_token_budget: int | None = None
+    logits_processors: Iterable[Function] | None = field(default=None, hash=False)
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
     adapter: str | None = None
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
@@ -131,6 +139,10 @@ class SamplingParams:
         self._check_bans()
         self._check_stops()
         settings["structured_outputs"] = check_structured_outputs(self.structured_outputs)
+        settings["logits_processors"] = check_functions("logits_processors", self.logits_processors)
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args={short(self.extra_args)}: must be None or a mapping")
+        settings["extra_args"] = dict(self.extra_args or {}) or None
         settings["adapter"] = check_adapter("adapter", self.adapter)
 
     def __setattr__(self, name: str, value: Any) -> None:

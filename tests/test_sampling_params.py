@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from cases.processors import ban_newest
 from conftest import greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -41,6 +42,8 @@ EVERYTHING: dict[str, Any] = {
     "detokenize": True,
     "structured_outputs": {"regex": "a+"},
     "thinking_token_budget": 7,
+    "logits_processors": (ban_newest,),
+    "extra_args": {"target": 5},
     "adapter": "mine",
 }
 

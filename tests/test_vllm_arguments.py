@@ -398,7 +398,7 @@ class TestSamplingParams:
             ({"n": 2, "best_of": 3}, "best_of=3: must be None or n: "),
             ({"use_beam_search": True}, "must be None or False: write llm.beam_search"),
             ({"length_penalty": 2}, "must be None or 1: write llm.beam_search"),
-            ({"logits_processors": [len]}, "must be None or empty: no code of yours runs between two tokens"),
+            ({"logits_processors": [len]}, r"must be a list of functions of \(token_ids, logits\)"),
             ({"guided_decoding": {"json": {}}}, r"write SamplingParams\(structured_outputs=...\)"),
             (
                 {"output_kind": OutputKind.DELTA},

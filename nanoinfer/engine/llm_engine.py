@@ -19,7 +19,7 @@ from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.engine.results.faults import without_media, without_numbers, without_token
+from nanoinfer.engine.results.faults import processed_wrongly, without_media, without_numbers, without_token
 from nanoinfer.engine.results.record import record_prompts, record_tokens
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
@@ -250,6 +250,7 @@ class LLMEngine(EngineClient):
             drawn = self.ranks.wait(done.tokens)
             draws = read_verified(done.seqs, drawn) if done.step.guesses else read_plain(drawn)
             faulty = without_token(done.seqs, draws.firsts, self.config.dtype) | without_media(done.step)
+            faulty |= processed_wrongly(done.seqs, done.tokens.extras, self.config.logits_processors or ())
             failed = self._fail(faulty | self._without_numbers(done.step, done.tokens.extras))
             record_prompts(done.step, done.tokens.extras)
         self._ready_at = done.note_times(self._ready_at)

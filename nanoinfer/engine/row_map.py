@@ -38,16 +38,19 @@ class RowMap:
         feed: MediaFeed | None = None,
         may_adapt: bool = False,
         texts: TextSlots | None = None,
+        tells_all: bool = False,
     ) -> None:
         """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images.
 
         may_adapt: whether sequences may have adapters; texts: given if guesses are verified
+        tells_all: whether ranks are told the settings and the tokens of all sequences
         """
         self.seqs: list[Sequence] = []
         self._finder = finder
         self._feed = feed
         self._may_adapt = may_adapt
         self._texts = texts
+        self._tells_all = tells_all
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -68,6 +71,8 @@ class RowMap:
         media = self.new_media(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
         message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), step.copies, media=media)
+        for seq, join in joins.items() if self._tells_all else ():
+            join.told = LogitsMessage(seq.params, seq.token_ids, seq.num_prompt_tokens, (), 0)
         if self._texts is not None:
             for seq, join in joins.items():
                 join.drafting = self._texts.join(seq)

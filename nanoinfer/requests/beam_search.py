@@ -20,6 +20,7 @@ from nanoinfer.engine.prefixes.prefix_tree import NONE
 from nanoinfer.engine.results.faults import not_finite
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
+from nanoinfer.logits_processors import name_of
 from nanoinfer.logprob import LogProb
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.process.collector import no_full_collection
@@ -117,6 +118,11 @@ class SearchesBeams(LoadsAdapters):
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
+            if self.config.logits_processors:
+                names = ", ".join(map(name_of, self.config.logits_processors))
+                raise ValueError(
+                    f"logits_processors={names}: must be left out for beam_search, whose beams change places"
+                )
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar.grammar import Grammar, Grammars
+from nanoinfer.logits_processors import check_pickles, name_of
 from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.reasoning.thoughts import find_thought
@@ -125,9 +126,28 @@ class SettingsReader:
             count = getattr(params, field)
             if count is not None and count > vocab_size:
                 raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
+        self._check_processors(name, params)
         if params.stop:
             self._texts.check_detokenizer(f"{name}.stop={params.stop!r}")
         return Settings(self._resolve(name, params), self.compile(name, params))
+
+    def _check_processors(self, name: str, params: SamplingParams) -> None:
+        """Check what logits processors of the request and of the LLM are given."""
+        config = self._config
+        classes, functions = config.logits_processors or (), params.logits_processors or ()
+        if params.extra_args is not None and not classes:
+            raise ValueError(
+                f"{name}.extra_args={short(params.extra_args)}: must be left out: this LLM has no logits_processors,"
+                " which read them"
+            )
+        if functions and (where := config.named_processes) is not None:
+            check_pickles(f"{name}.logits_processors", [*functions], where)
+        for own in classes:
+            try:
+                if (validate := getattr(own, "validate_params", None)) is not None:
+                    validate(params)
+            except Exception as error:
+                raise ValueError(f"{name}: {name_of(own)}: {error}") from error
 
     def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
         """Return a copy for the engine, which knows numbers of tokens and token ids alone."""

@@ -21,6 +21,8 @@ class Extras:
     entropies: those of the distributions that tokens were drawn from, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
     pooled: what texts are read for, by chunk
+    faults: what logits processors have done wrong, by the row whose sample that ends
+    spoiled: [rows] bool, whose logits are not finite behind logits processors, but were before; None: there are none
     experts: [tokens, layers, used], the experts that all tokens of the step took; in a verifying step first those of
         the rows' last tokens, then those of all guesses; None: not asked for
     """
@@ -30,6 +32,8 @@ class Extras:
     entropies: list[LineValues] = field(default_factory=list)
     prompt_logprobs: list[LogProbs] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    spoiled: Tensor | None = None
     experts: Tensor | None = None
 
     def to_host(self) -> Extras:
@@ -40,5 +44,7 @@ class Extras:
             [entry.to_host() for entry in self.entropies],
             [entry.to_host() for entry in self.prompt_logprobs],
             [entry.to_host() for entry in self.pooled],
+            self.faults,
+            None if self.spoiled is None else to_host(self.spoiled),
             None if self.experts is None else to_host(self.experts),
         )

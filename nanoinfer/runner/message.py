@@ -93,6 +93,7 @@ class LogitsMessage:
     num_prompt_tokens: int
     suppressed: tuple[int, ...]  # tokens that would end the sequence too early
     num_suppressed: int  # for this many steps
+    fault: str | None = None  # of this rank: what a function of the request's has done wrong, which ends it
 
 
 @dataclass(slots=True)
@@ -117,6 +118,9 @@ class JoinMessage:
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
     delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
+    told: LogitsMessage | None = (
+        None  # with all tokens so far, for logits processors of the batch; None: there are none
+    )
     drafting: DraftingMessage | None = None  # None: no guesses are verified
 
 

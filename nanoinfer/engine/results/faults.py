@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, NONE_LEFT
+from nanoinfer.logits_processors import name_of
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.logits.functions import NOT_FINITE
 
 BANNING = ("allowed_token_ids", "bad_words", "structured_outputs")  # settings that may leave no token
 
@@ -43,6 +47,19 @@ def without_numbers(step: Step, extras: Extras, dtype: str) -> dict[Sequence, st
     entries = [entry for pooled in extras.pooled for entry in pooled.entries()]
     failed = [step.chunks[chunk].seq for chunk, numbers in entries if not np.isfinite(numbers).all()]
     return {seq: not_finite(dtype) for seq in failed if not seq.is_finished}
+
+
+def processed_wrongly(seqs: list[Sequence], extras: Extras, classes: Iterable[type]) -> dict[Sequence, str]:
+    """Return the running sequences of a step whose logits processors have failed, each with what is wrong.
+
+    classes: those that change the logits of all rows
+    """
+    failed = {seqs[row]: why for row, why in extras.faults.items()}
+    if extras.spoiled is not None and extras.spoiled.any():
+        names = ", ".join(map(name_of, classes))
+        spoiled = [row for row in extras.spoiled.nonzero()[:, 0].tolist() if row not in extras.faults]
+        failed |= {seqs[row]: f"logits_processors: {names}: {NOT_FINITE}" for row in spoiled}
+    return {seq: why for seq, why in failed.items() if not seq.is_finished}
 
 
 def none_left(seq: Sequence) -> str:

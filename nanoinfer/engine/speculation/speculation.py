@@ -25,6 +25,8 @@ class Speculation:
     def choose(self, decoding: Decoding) -> int:
         """Return for how many guesses the next step of these is to have places; 0: it is to be a plain one."""
         count = len(decoding.seqs)
+        if any(seq.params.logits_processors is not None for seq in decoding.seqs):
+            return 0  # functions get the tokens that there are, no guesses
         least = self.budget.least(count)
         if least == 0:
             return 0

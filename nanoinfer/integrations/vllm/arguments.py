@@ -38,7 +38,7 @@ SAME: dict[str, dict[Values, str]] = {
         values.EMPTY: """
             additional_config collect_detailed_traces cpu_offload_params default_mm_loras device_ids diffusion_config
             ec_transfer_config hf_overrides io_processor_plugin kv_cache_dtype_skip_layers
-            kv_events_config kv_transfer_config log_config_file log_level logits_processors long_lora_scaling_factors
+            kv_events_config kv_transfer_config log_config_file log_level long_lora_scaling_factors
             lora_target_modules media_io_kwargs model_class_overrides model_loader_extra_config model_weights
             numa_bind_cpus numa_bind_nodes offload_params otlp_traces_endpoint override_generation_config
             override_neuron_config qlora_adapter_name_or_path quantization_config
@@ -124,8 +124,7 @@ SAME: dict[str, dict[Values, str]] = {
         values.FALSE: "early_stopping flat_logprobs skip_reading_prefix_cache use_beam_search watermarking",
         only(1): "length_penalty stream_interval",
         values.EMPTY: """
-            extra_args guided_decoding logits_processors logprob_token_ids prompt_logprob_token_ids repetition_detection
-            trace_decode_token_ids
+            guided_decoding logprob_token_ids prompt_logprob_token_ids repetition_detection trace_decode_token_ids
         """,
         values.FLAG: "skip_clone spaces_between_special_tokens",
         values.WHOLE_OUTPUT: "output_kind",
@@ -216,7 +215,6 @@ ADVICE = {
     "change the folder's config.json": "hf_overrides model_class_overrides rope_scaling rope_theta",
     "llguidance alone reads grammars; leave it out": "guided_decoding_backend structured_outputs_config",
     "merge such an adapter into its base with PEFT's merge_and_unload()": "enable_lora_bias long_lora_max_len",
-    "no code of yours runs between two tokens; see SamplingParams(logit_bias=...)": "logits_processors",
     "pass SamplingParams; see llm.default_sampling_params()": "generation_config override_generation_config",
     "pass prompts of token ids to tokenize them yourself": "tokenization_kwargs",
     "prompts always share what is computed; llm.reset_prefix_cache() forgets it": "enable_prefix_caching",

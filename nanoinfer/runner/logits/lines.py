@@ -22,6 +22,7 @@ class StepLines(NamedTuple):
     positions: [places] int32, where the drawn tokens come in their sequences
     temperatures, seeds: [rows], as for kernels.sampling.draw
     places: of a step that verified guesses; None: of another one
+    raw: the model's logits, where `logits` are changed ones; None: they are the model's
     has_all: the host does not know how many guesses rows have, and takes as many lines as there may be
     """
 
@@ -32,6 +33,7 @@ class StepLines(NamedTuple):
     seeds: Tensor
     places: Places | None = None
     has_all: bool = False
+    raw: Tensor | None = None
 
     @property
     def how(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

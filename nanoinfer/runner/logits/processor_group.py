@@ -53,6 +53,7 @@ class LogitsProcessorGroup:
     is_guided: whether these rows, all of them, have masks
     has_masks_alone: whether masks are all that these rows want
     asks, asks_kept, asks_entropy: whether any of these rows asks for log-probabilities, kept_tokens or entropies
+    calls_functions: whether any of these rows has logits processors
     has_entropies_alone: whether entropies of the logits as they are, are all that these rows want
     """
 
@@ -73,6 +74,7 @@ class LogitsProcessorGroup:
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
         self.asks = bool(self._asked)
         self._asked_rows = self._ints(self._asked)
+        self.calls_functions = any(params.logits_processors is not None for params in self._params)
         self._kept = [i for i, params in enumerate(self._params) if params.kept_tokens]
         self.asks_kept = bool(self._kept)
         self._kept_rows = self._ints(self._kept)
@@ -181,6 +183,11 @@ class LogitsProcessorGroup:
         """Return the entropies asked for, as `logprobs` does; values: [lines], of all lines"""
         asked, which = self._asking(self._measured, self._measured_rows, lines)
         return [LineValues([values[which]], [self._numbers[i] - first_row for i in asked])]
+
+    def faults(self, first_row: int) -> dict[int, str]:
+        """Return what functions of rows have done wrong, by row from first_row on."""
+        messages = zip(self._numbers, self._messages, strict=True)
+        return {number - first_row: message.fault for number, message in messages if message.fault is not None}
 
     def _asking(self, rows: list[int], on_device: Tensor, lines: Lines) -> tuple[list[int], Which]:
         """Return these rows, and their lines; where rows have several lines, all rows and all lines."""

@@ -140,6 +140,8 @@ class LogitsProcessors:
                 self._history.write(group.row_numbers[lines.rows], guessed.positions[at], guessed.tokens[at])
             for some in lines.split(group.at_once):
                 self._draw(group, some, step, drawn, told)
+            if group.calls_functions:
+                extras.faults |= group.faults(step.first_row)
             if group.asks:
                 extras.logprobs.append(LogProbs.joined(told.logprobs))
             if group.asks_kept:
@@ -179,6 +181,8 @@ class LogitsProcessors:
             kept = distribution(allowed, temperatures, token_ids, cutoff)
             extras.kept_tokens += group.kept_tokens(penalized, kept, temperatures, lines, step.first_row)
             logits = kept if self.is_processed else logits
+        if group.asks and step.raw is not None and not self.is_processed:
+            logits = self.gather(group.select(step._replace(logits=step.raw), lines))
         extras.logprobs += group.logprobs(logits, token_ids, lines, step.first_row)
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:

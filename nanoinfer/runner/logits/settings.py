@@ -20,6 +20,7 @@ from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.kernels.sampling.sequences import ban_sequences
 from nanoinfer.kernels.sampling.thoughts import Thoughts, forced_tokens
+from nanoinfer.runner.logits.functions import make_functions
 from nanoinfer.runner.logits.lines import Which
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
@@ -166,6 +167,7 @@ def _table(lists: list[list[Any]], device: torch.device, kind: str = "i") -> Ten
 
 
 PENALTIES = [
+    Penalty(lambda params: params.logits_processors is not None, make_functions, needs_tokens=True),
     Penalty(lambda params: bool(params.logit_bias), _make_bias),
     Penalty(lambda params: params.has_penalties, _make_repetition, needs_tokens=True),
 ]

@@ -17,6 +17,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
+from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
@@ -43,6 +44,7 @@ class Holdings:
     media: the embeddings of images and videos in prompts that are being computed, if there is a tower
     stream: of the layers that lie in host memory; None: none does
     routing: where there is a host, if outputs are to have the experts
+    batch_processors: classes that change the logits of all rows; None: the LLM has none
     draft: this rank's share of the draft; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -75,6 +77,7 @@ class Holdings:
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         guesses = 0 if config.speculation is None else config.max_guesses
         self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype, guesses)
+        self.batch_processors = BatchProcessors(config, device) if config.logits_processors else None
         self.weights = self._build()
         self.draft = None if config.draft is None else self._build_draft(config.draft)
 

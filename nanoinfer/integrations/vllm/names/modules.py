@@ -36,6 +36,7 @@ from nanoinfer.integrations.vllm.names.surroundings import (
     get_open_port,
 )
 from nanoinfer.integrations.vllm.names.tokenizers import get_tokenizer, resolve_chat_template
+from nanoinfer.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
 from nanoinfer.logprob import LogProb
 
 Names = dict[str, Any]
@@ -72,6 +73,7 @@ CONFIGS: Names = {
     **{name: Absent(name, "LLM takes options one by one") for name in ("CompilationConfig", "VllmConfig")},
     "StructuredOutputsConfig": dict,  # LLM's options are mappings
 }
+PROCESSORS = _named(BatchUpdate, LogitsProcessor, MoveDirectionality)
 METRICS = _named(metrics.Counter, metrics.Gauge, metrics.Histogram, metrics.Metric, metrics.Vector)
 POOLING = _named(pooling.PoolingParams)
 PARSERS = _named(FlexibleArgumentParser)
@@ -121,6 +123,8 @@ MODULES: dict[str, Names] = {
     ".utils.network_utils": ADDRESSES,
     ".v1.metrics.reader": METRICS,
     ".v1.metrics.stats": _named(metrics.RequestStateStats),
+    ".v1.sample.logits_processor": PROCESSORS,
+    ".v1.sample.logits_processor.interface": PROCESSORS,
     ".v1.engine.llm_engine": _named(LLMEngine),
     ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
 }
