@@ -75,7 +75,7 @@ class DecodeGraphs:
         """Run the model of the captured step that covers `num_rows`, and its draw if both at once are faster."""
         sizes = self.sizes[kind]
         size = sizes[bisect_left(sizes, num_rows)]
-        is_drawn = size <= FEW_ROWS and not self.steps.draws_anew
+        is_drawn = size <= FEW_ROWS and not self.steps.logits_processors.draws_anew
         (self._wholes if is_drawn else self._models)[size, kind].replay()
         launched = self.steps.launched(num_rows, size, kind)
         launched.is_drawn = is_drawn
@@ -83,7 +83,7 @@ class DecodeGraphs:
 
     def draw(self, launched: Launched, masks: MaskMessage | None = None) -> None:
         """Draw for all rows of a step that `forward` has run."""
-        if self.steps.draws_anew:
+        if self.steps.logits_processors.draws_anew:
             self.steps.draw(launched, masks)
         elif not launched.is_drawn:
             assert launched.size is not None

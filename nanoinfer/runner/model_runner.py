@@ -192,7 +192,7 @@ class ModelRunner:
         for step in steps:
             self.steps.batch.positions.zero_()  # each step moves its rows on, at last past the ends of their tables
             peaks.append(peak_bytes(partial(self._decode_rows, *step)))
-        return max(peaks), self.steps.working_bytes
+        return max(peaks), self.steps.logits_processors.working_bytes
 
     def _decode_rows(self, rows: int, kind: DecodeKind, max_context_len: int | None = None) -> None:
         """Launch a decode step that any rows of this number may take, up to some length."""

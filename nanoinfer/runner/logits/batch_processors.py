@@ -30,7 +30,7 @@ class Row:
 
 
 class BatchProcessors:
-    """The objects of the classes, one each, and the rows of the batch. A column of the RowTable.
+    """The objects of the classes, one each, and the rows of the batch. It moves rows as a column of the RowTable does.
 
     While a step runs, the host waits for the tokens of the one before, which classes see in their lists.
     """
@@ -42,6 +42,7 @@ class BatchProcessors:
         self._rows: list[Row | None] = []
         self._removed: list[int] = []
         self._moved: list[tuple[int, int, MoveDirectionality]] = []
+        self._added: list[tuple[int, SamplingParams, list[int], list[int]]] = []
         self._updates: list[BatchUpdate] = []  # that no object has seen
         self._drawn: tuple[list[Row | None], PendingTokens] | None = None  # of the newest step
         self.working_bytes = COPIES * config.max_num_seqs * config.description.vocab_size * torch.float32.itemsize
@@ -53,23 +54,24 @@ class BatchProcessors:
 
     def move(self, source: int, destination: int) -> None:
         """Put a row in the place of another, which has left."""
+        self._end_joins()
         self._removed.append(destination)
         self._moved.append((source, destination, MoveDirectionality.UNIDIRECTIONAL))
         self._rows[destination], self._rows[source] = self._rows[source], None
 
     def leave(self, num_rows: int) -> None:
         """Forget the rows from this one on. It comes behind all moves of a step."""
+        self._end_joins()
         self._removed += [row for row in range(num_rows, len(self._rows)) if self._rows[row] is not None]
         del self._rows[num_rows:]
         self._updates.append(BatchUpdate(num_rows, self._removed, [], self._moved))
         self._removed, self._moved = [], []
 
-    def join(self, messages: list[LogitsMessage]) -> None:
-        """Add rows behind the others."""
-        first, rows = len(self._rows), [Row(message) for message in messages]
-        self._rows += rows
-        added = [(index, row.params, row.prompt, row.output) for index, row in enumerate(rows, first)]
-        self._updates.append(BatchUpdate(len(self._rows), [], added, []))
+    def join(self, message: LogitsMessage) -> None:
+        """Add a row behind the others."""
+        row = Row(message)
+        self._added.append((len(self._rows), row.params, row.prompt, row.output))
+        self._rows.append(row)
 
     def change(self, logits: Tensor, rows: slice, extras: Extras) -> Tensor:
         """Return the logits of rows as the classes make them, float32; those of all rows where a class fails are NaN.
@@ -114,8 +116,15 @@ class BatchProcessors:
 
     def _take_updates(self) -> list[BatchUpdate | None]:
         """Return the changes that no object has seen, in their order; a None: there are none."""
+        self._end_joins()
         updates, self._updates = self._updates, []
         return [*updates] or [None]
+
+    def _end_joins(self) -> None:
+        """Make a change of the rows that have joined, before others come."""
+        if self._added:
+            self._updates.append(BatchUpdate(len(self._rows), [], self._added, []))
+            self._added = []
 
 
 class NoLogitsError(Exception):

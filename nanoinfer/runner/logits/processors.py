@@ -18,6 +18,7 @@ from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines
 from nanoinfer.kernels.sampling.entropy import entropies, entropy_parts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.lines import Lines, StepLines
 from nanoinfer.runner.logits.logprobs import FEW, LogProbs
@@ -49,6 +50,7 @@ class LogitsProcessors:
         is_alone: bool = False,
         is_deterministic: bool = False,
         max_guesses: int = 0,
+        classes: BatchProcessors | None = None,
     ) -> None:
         """Store the shapes.
 
@@ -57,7 +59,9 @@ class LogitsProcessors:
         is_deterministic: whether rows that need torch's own functions are drawn one by one: these functions' bits may
             depend on the number of rows
         max_guesses: of a row, in a step
+        classes: of a caller's, which change the logits of all rows; None: the LLM has none
         """
+        self._classes = classes
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
@@ -84,7 +88,18 @@ class LogitsProcessors:
         The tokens of rows that are longer than planned take some of what gpu_memory_utilization leaves.
         """
         drawn = COPIES * LOGITS_AT_ONCE * (self.vocab_size + self._planned_tokens)
-        return (drawn + self._max_num_seqs * self._planned_tokens) * torch.float32.itemsize
+        changed = 0 if self._classes is None else self._classes.working_bytes
+        return (drawn + self._max_num_seqs * self._planned_tokens) * torch.float32.itemsize + changed
+
+    @property
+    def changes_all(self) -> bool:
+        """Whether classes change the logits of the rows that there are; trials and captures have none."""
+        return self._classes is not None and self._classes.has_rows
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether a step draws otherwise than by temperatures alone, which is captured."""
+        return bool(self.wanted) or self.changes_all
 
     def prompt_tokens_at_once(self, chunks: list[ChunkMessage]) -> int:
         """Return for how many tokens of these chunks the log-probabilities may be computed together."""
@@ -93,6 +108,8 @@ class LogitsProcessors:
 
     def move(self, source: int, destination: int) -> None:
         """Put a row in the place of another, which has left."""
+        if self._classes is not None:
+            self._classes.move(source, destination)
         if source in self.wanted or destination in self.wanted:
             self._groups = []
             self.wanted.pop(destination, None)
@@ -102,6 +119,8 @@ class LogitsProcessors:
 
     def leave(self, num_rows: int) -> None:
         """Forget the rows from this one on."""
+        if self._classes is not None:
+            self._classes.leave(num_rows)
         for row in [row for row in self.wanted if row >= num_rows]:
             self._groups = []
             del self.wanted[row]
@@ -112,12 +131,28 @@ class LogitsProcessors:
         if self.wanted:
             self._history.step(1 + min(message.guesses, self._max_guesses), message.max_context_len + 1)
 
-    def join(self, row: int, message: LogitsMessage) -> None:
-        """Add a row that wants more than a temperature."""
+    def join(self, row: int, message: LogitsMessage | None, told: LogitsMessage | None) -> None:
+        """Add a row, behind all others. message: what it wants beside a temperature; told: what classes are told"""
+        if self._classes is not None and told is not None:
+            self._classes.join(told)
+        if message is None:
+            return
         self._groups = []
         self.wanted[row] = message
         if needs_tokens(message.params):
             self._history.join(row, message.token_ids)
+
+    def change_all(self, step: StepLines, rows: slice, first_id: int, extras: Extras) -> StepLines:
+        """Return the lines of rows with logits that classes have changed. first_id: of this rank's token ids"""
+        assert self._classes is not None
+        whole = self._classes.change(self.gather(step.logits), rows, extras)
+        own = whole[:, first_id:][:, : step.logits.shape[1]]
+        return step._replace(logits=own, raw=step.logits)
+
+    def note(self, rows: slice, drawn: Tensor) -> None:
+        """Let classes know the tokens that rows have got. drawn: [rows] int32"""
+        if self._classes is not None and self._classes.has_rows:
+            self._classes.note(rows, drawn)
 
     def draw(self, step: StepLines, drawn: Tensor, extras: Extras, masks: MaskMessage | None = None) -> None:
         """Draw for the rows of `wanted`, from step.first_row on.

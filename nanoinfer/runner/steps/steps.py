@@ -17,7 +17,6 @@ from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.verifier import Verifier
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
@@ -80,10 +79,9 @@ class Steps:
             is_alone=config.is_one_by_one,
             is_deterministic=config.deterministic,
             max_guesses=0 if self.verifier is None else config.max_guesses,
+            classes=holdings.batch_processors,
         )
         self.batch.table.add(self.logits_processors)
-        if (classes := self.batch_processors) is not None:
-            self.batch.table.add(classes)
 
     @property
     def model(self) -> CausalLM:
@@ -94,23 +92,6 @@ class Steps:
     def kv_cache(self) -> KVCache:
         """This rank's KV cache."""
         return self.holdings.kv_cache
-
-    @property
-    def batch_processors(self) -> BatchProcessors | None:
-        """The classes that change the logits of all rows; None: the LLM has none."""
-        return self.holdings.batch_processors
-
-    @property
-    def draws_anew(self) -> bool:
-        """Whether a step draws otherwise than by temperatures alone, which is captured."""
-        classes = self.batch_processors
-        return bool(self.logits_processors.wanted) or (classes is not None and classes.has_rows)
-
-    @property
-    def working_bytes(self) -> int:
-        """The device memory, in bytes, that a draw may take which is not by temperatures alone."""
-        classes = self.batch_processors
-        return self.logits_processors.working_bytes + (0 if classes is None else classes.working_bytes)
 
     @property
     def states(self) -> StatePool | None:
@@ -155,10 +136,7 @@ class Steps:
         if self.verifier is not None:
             self.verifier.proposer.see_joining(rows, prompts, hidden)
         for row, join in enumerate(message.joins, rows.start):
-            if join.logits is not None:
-                self.logits_processors.join(row, join.logits)
-        if self.batch_processors is not None:
-            self.batch_processors.join([join.told for join in message.joins if join.told is not None])
+            self.logits_processors.join(row, join.logits, join.told)
         return Launched(rows, logits, extras)
 
     def forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> None:
@@ -230,13 +208,11 @@ class Steps:
     def sample(self, launched: Launched) -> tuple[StepLines, Tensor]:
         """Draw behind all lines of a step by temperature alone; returns the lines, and the tokens: [lines] int32.
 
-        Classes of callers have changed the logits of these lines, if the LLM has some.
+        Classes of a caller's have changed the logits of these lines, if the LLM has some.
         """
         lines = self._lines(launched)
-        if (classes := self.batch_processors) is not None and classes.has_rows:
-            whole = classes.change(self.logits_processors.gather(lines.logits), launched.rows, launched.extras)
-            own = whole[:, self.model.first_id :][:, : lines.logits.shape[1]]
-            lines = lines._replace(logits=own, raw=lines.logits)
+        if self.logits_processors.changes_all:
+            lines = self.logits_processors.change_all(lines, launched.rows, self.model.first_id, launched.extras)
         return lines, self._sample(*lines.how)
 
     def draw(self, launched: Launched, masks: MaskMessage | None = None) -> None:
@@ -246,8 +222,7 @@ class Steps:
             self.logits_processors.draw(lines, drawn, launched.extras, masks)
         if launched.places is None:
             self.batch.advance(launched.rows, drawn)
-            if self.batch_processors is not None and self.batch_processors.has_rows:
-                self.batch_processors.note(launched.rows, drawn)
+            self.logits_processors.note(launched.rows, drawn)
         else:
             assert self.verifier is not None
             self.verifier.accept(launched.places, drawn)
