@@ -346,8 +346,36 @@ class TestBudget:
         assert output.answer
 
 
+@pytest.mark.parametrize(
+    ("names", "prompt", "leaving"),
+    [
+        (
+            HARMONY,
+            "<|start|>assistant<|channel|>analysis<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+        (GEMMA, "model\n<|channel>thought\n", "<channel|>"),
+    ],
+)
+def test_channels_have_budgets_and_forms(
+    tmp_path: Path, make_llm: Callable[..., LLM], names: tuple[str, ...], prompt: str, leaving: str
+) -> None:
+    own = make_llm(write_thinker(tmp_path, names, is_special=True))
+    put = own.tokenize(leaving)
+    params = SamplingParams(max_tokens=40, thinking_token_budget=3, structured_outputs=FORMS[0], seed=2, n=2)
+    for sample in run(own, prompt, params)[0].samples:
+        assert sample.token_ids[3 : 3 + len(put)] == put
+        assert sample.reasoning == own.detokenize(sample.token_ids[:3])
+        assert re.fullmatch(TEXTS[0], sample.answer)
+    params.structured_outputs = {**FORMS[0], "reasoning": True}
+    (output,) = run(own, "model\n", params)
+    assert output.token_ids[0] == 2047
+    assert re.fullmatch(TEXTS[0], output.answer)
+    assert output.reasoning
+
+
 class TestForms:
-    @pytest.mark.parametrize(("form", "text"), zip(FORMS, TEXTS, strict=True))
+    @pytest.mark.parametrize(("form", "text"), [*zip(FORMS, TEXTS, strict=True)])
     @pytest.mark.parametrize("guess", [False, True])
     def test_a_form_binds_the_answer_alone(
         self, thinker: str, make_llm: Callable[..., LLM], form: dict[str, Any], text: str, guess: bool
@@ -413,3 +441,15 @@ class TestForcedTokens:
         put = Forced.of(logits, torch.tensor([1, -1])).put(logits)
         assert put[0].tolist() == [float("-inf"), 0.0, float("-inf")]
         assert torch.equal(put[1, :2], logits[1, :2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", [None, "suffix"])
+def test_budgets_and_forms_behind_graphs(thinker: str, make_llm: Callable[..., LLM], speculation: str | None) -> None:
+    graphs, eager = (make_llm(thinker, enforce_eager=own, speculation=speculation) for own in (False, True))
+    others = [{}, {"temperature": 0}, {"bad_words": ["</think>"], "n": 2}, {"structured_outputs": FORMS[0]}]
+    params = [SamplingParams(max_tokens=30, seed=i, thinking_token_budget=4 * i, **own) for i, own in enumerate(others)]
+    for own in (graphs, eager):
+        for i, output in enumerate(run(own, [PROMPTS[0]] * 4, params)):
+            assert all(sample.token_ids.index(CLOSE) == 4 * i for sample in output.samples)
+    assert_equal(run(graphs, [PROMPTS[0]] * 4, params), run(eager, [PROMPTS[0]] * 4, params))

@@ -75,6 +75,6 @@ class Forced(NamedTuple):
 
     def put(self, logits: Tensor) -> Tensor:
         """Return the logits, in which rows that get a token have -inf for all others."""
-        is_due = self.token_ids >= 0
-        alone = torch.full_like(logits, float("-inf")).scatter_(1, self.token_ids.clamp(min=0)[:, None], self.logits)
-        return alone.where(is_due[:, None], logits)
+        is_due, token_ids = (self.token_ids >= 0)[:, None], self.token_ids.clamp(min=0)[:, None]
+        alone = logits.masked_fill(is_due, float("-inf"))
+        return alone.scatter_(1, token_ids, self.logits.where(is_due, alone.gather(1, token_ids)))
