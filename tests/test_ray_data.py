@@ -22,6 +22,7 @@ pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'"
 
 import numpy as np
 import pyarrow as pa
+from cases.thinkers import THINK, write_thinker
 from cases.tuned import Tuned
 from conftest import HAS_CUDA
 from transformers import BertConfig, BertModel
@@ -102,6 +103,14 @@ class TestRows:
                 output.text, output.token_ids, output.finish_reason, None,
             ]  # fmt: skip
         assert [row["prompt_token_ids"] for row in made] == [None, [30, 31], None]
+
+    def test_thoughts_have_columns(self, tmp_path: Path) -> None:
+        """A column of the dataset's own keeps its name."""
+        thinker = Generator(write_thinker(tmp_path, THINK), {"max_tokens": 6, "thinking_token_budget": 2}, **SMALL)
+        rows = [{"prompt": "ROMEO:\n<think>", "answer": "forty-two"}]
+        (row,) = once(thinker, table_of(rows)).to_pylist()
+        assert row["answer"] == "forty-two"
+        assert row["text"] == f"{row['reasoning']}</think>{row['generated_answer']}"
 
     def test_a_message_may_have_parts(self, generator: Generator) -> None:
         """A table gives every part all keys that some part has."""

@@ -6,13 +6,15 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases.processors import ban_newest
 from cases.thinkers import GEMMA, HARMONY, THINK, write_thinker
-from conftest import assert_equal
+from conftest import assert_equal, different_settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
@@ -409,6 +411,35 @@ class TestForms:
     def test_a_thought_that_max_tokens_cuts(self, llm: LLM) -> None:
         (output,) = run(llm, PROMPTS[0], SamplingParams(max_tokens=5, structured_outputs={"regex": "[0-9]{4}x"}))
         assert (output.finish_reason, output.answer) == ("length", "")
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculation": "suffix"}, {"num_kvcache_blocks": 12, "max_num_seqs": 5, "max_model_len": 96}]
+)
+def test_random_requests_are_what_each_is_alone(
+    thinker: str, llm: LLM, make_llm: Callable[..., LLM], options: dict[str, Any]
+) -> None:
+    rand, prompts, params = random.Random(5), list[str](), list[SamplingParams]()
+    for own in different_settings(16):
+        form = rand.choice([None, None, *FORMS])
+        wishes: dict[str, Any] = {
+            "thinking_token_budget": rand.choice([None, 0, 2, 9]),
+            "structured_outputs": form and {**form, "reasoning": rand.choice([None, True, False])},
+            "entropy": rand.random() < 0.5,
+            "logits_processors": rand.choice([None, None, [ban_newest]]),
+            "n": rand.choice([1, 1, 3]),
+            "max_tokens": 18,
+            "prompt_logprobs": None,
+        }
+        params.append(replace(own, **wishes))
+        prompts.append(rand.choice(PROMPTS))
+    outputs = run(make_llm(thinker, **options), prompts, params)
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        (alone,) = run(llm, prompt, own)
+        assert_equal([output], [alone])
+        for sample, single in zip(output.samples, alone.samples, strict=True):
+            assert (sample.reasoning, sample.answer) == (single.reasoning, single.answer)
+            assert (sample.entropies or []) == pytest.approx(single.entropies or [], abs=1e-3)
 
 
 class TestForcedTokens:
