@@ -302,7 +302,7 @@ class TestGraphs:
             forward=lambda rows, kind, _: steps.append(("model", rows, kind)),
             launched=lambda num_rows, size, kind: SimpleNamespace(rows=size, kind=kind, size=(size, kind.guesses)),
             draw=lambda launched: steps.append(("draw", launched.rows, launched.kind)),
-            logits_processors=SimpleNamespace(wanted={0: None}),
+            logits_processors=SimpleNamespace(draws_anew=True),
         )
         graphs = DecodeGraphs(cast(Steps, own), sizes, 99, lambda count: None)
         asked = [(3, PLAIN), (3, DecodeKind(has_adapters=True)), (9, DecodeKind(True, True)), (2, DecodeKind(True))]
@@ -311,7 +311,7 @@ class TestGraphs:
         wanted = [(4, asked[0][1]), (4, asked[1][1]), (16, asked[2][1]), (16, asked[3][1])]
         assert replayed == [("model", *step) for step in wanted]
         replayed.clear()
-        own.logits_processors.wanted.clear()
+        own.logits_processors.draws_anew = False
         launched = [graphs.forward(rows, kind) for rows, kind in asked]
         assert [step.is_drawn for step in launched] == [True, True, False, False]
         for step in launched[:3]:

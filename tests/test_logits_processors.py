@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoinfer.batch.__main__ import main as run_batch
 from nanoinfer.config import Config
 
 PROMPTS = ["ROMEO:\n", "JULIET:\nO", "First Citizen:\n"]
@@ -237,6 +240,15 @@ class TestClasses:
         first, failed, last = run(own, [settings(), settings(extra_args={"how": "nan"}), settings()])
         assert re.search("logits_processors: Broken: returned logits of which some are NaN", str(failed.stop_reason))
         assert_equal([first, last], [run(llm, settings())[place] for place in (0, 2)])
+
+    def test_batch_files(self, tmp_path: Path) -> None:
+        (tmp_path / "in").write_text(
+            json.dumps({"id": 1, "prompt": "A", "extra_args": {"target": 90}, "max_tokens": 3})
+        )
+        files = [str(tmp_path / name) for name in ("in", "out")]
+        for _ in range(2):  # the second run finds the first one's settings
+            run_batch([*files, "--model", "bundled", "--logits-processors", '["cases.processors:Target"]'])
+        assert json.loads((tmp_path / "out").read_text())["token_ids"] == [90] * 3
 
     @pytest.mark.parametrize("wrong", [5, "a", ["no.module:X"], ["cases.processors"], [cap], [int]])
     def test_no_classes(self, wrong: Any) -> None:

@@ -420,7 +420,7 @@ def test_random_requests_are_what_each_is_alone(
     thinker: str, llm: LLM, make_llm: Callable[..., LLM], options: dict[str, Any]
 ) -> None:
     rand, prompts, params = random.Random(5), list[str](), list[SamplingParams]()
-    for own in different_settings(16):
+    for own in different_settings(12):
         form = rand.choice([None, None, *FORMS])
         wishes: dict[str, Any] = {
             "thinking_token_budget": rand.choice([None, 0, 2, 9]),

@@ -25,7 +25,8 @@ from nanoinfer.llm import LLM
 from nanoinfer.process.standard_error import say
 from nanoinfer.sampling_params import SamplingParams
 
-DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the job's seed is the option of LLM
+OF_LLM = {"seed", "logits_processors"}  # settings whose names are options of LLM, which count for a job
+DEFAULTS = {field.name for field in fields(SamplingParams)} - OF_LLM
 HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
     "trust_remote_code",
     "data_parallel_backend",
