@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -670,6 +671,32 @@ class TestRules:
         for wrong in ({"max_logprobs": "a"}, {"guided_decoding_disable_any_whitespace": "a"}):
             with pytest.raises(ValueError, match="='a': must be"):
                 rules.take(wrong)
+
+
+def test_a_class_of_logits_processors_with_a_function_for_each_request(vllm: ModuleType) -> None:
+    """As vLLM's own example wraps one: settings say by extra_args which token is drawn."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    def only(target: int, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        mask = torch.full_like(logits, float("-inf"))
+        mask[target + len(output)] = 0
+        return mask
+
+    class Wrapped(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            target = (params.extra_args or {}).get("target_token")
+            return None if target is None else functools.partial(only, target)
+
+    with vllm.LLM(BUNDLED_MODEL, logits_processors=[Wrapped], **CPU) as own, LLM(BUNDLED_MODEL, **CPU) as plain:
+        targets = [{"target_token": 70}, None, {"target_token": 90}]
+        params = [vllm.SamplingParams(temperature=0, max_tokens=3 + i, extra_args=a) for i, a in enumerate(targets)]
+        first, second, third = own.generate([PROMPTS[0]] * 3, params)
+        assert [first.outputs[0].token_ids, third.outputs[0].token_ids] == [[70, 71, 72], [90, 91, 92, 93, 94]]
+        (expected,) = plain.generate([PROMPTS[0]], greedy(4), use_tqdm=False)
+        assert second.outputs[0].token_ids == expected.token_ids
 
 
 def test_metrics(vllm: ModuleType) -> None:

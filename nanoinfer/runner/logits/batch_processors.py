@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.config import Config
@@ -81,8 +82,9 @@ class BatchProcessors:
         """
         self._read()
         updates, first = self._take_updates(), rows.start or 0
-        whole = logits.new_zeros((len(self._rows), logits.shape[1]), dtype=torch.float32)
-        whole[first:] = logits
+        whole = logits.to(torch.float32, copy=True)
+        if first:  # the rows before have no draw in this step
+            whole = F.pad(whole, (0, 0, first, 0))
         is_greedy = all(row is not None and row.params.is_greedy for row in self._rows)
         fault: str | None = None
         for processor in self._processors:

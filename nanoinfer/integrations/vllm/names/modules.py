@@ -24,6 +24,7 @@ from nanoinfer.integrations.vllm.names.params import (
     TextPrompt,
     TokensPrompt,
 )
+from nanoinfer.integrations.vllm.names.processors import AdapterLogitsProcessor
 from nanoinfer.integrations.vllm.names.surroundings import (
     Absent,
     Environment,
@@ -73,7 +74,7 @@ CONFIGS: Names = {
     **{name: Absent(name, "LLM takes options one by one") for name in ("CompilationConfig", "VllmConfig")},
     "StructuredOutputsConfig": dict,  # LLM's options are mappings
 }
-PROCESSORS = _named(BatchUpdate, LogitsProcessor, MoveDirectionality)
+PROCESSORS = _named(AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, MoveDirectionality)
 METRICS = _named(metrics.Counter, metrics.Gauge, metrics.Histogram, metrics.Metric, metrics.Vector)
 POOLING = _named(pooling.PoolingParams)
 PARSERS = _named(FlexibleArgumentParser)
