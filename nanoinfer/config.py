@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +25,7 @@ from nanoinfer.checks import check_choice, check_flag, check_number, check_range
 from nanoinfer.draft import Draft
 from nanoinfer.drafting.drafter import Drafter
 from nanoinfer.drafting.options import MOST_GUESSES, MTP, check_speculating, check_speculation
+from nanoinfer.hidden_layers import check_layers, resolve_layer
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CONFIG_FILES, find_folder, find_model, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
@@ -107,6 +108,9 @@ class Config:
         thread. Models whose layers keep a state have it there alone, and they and some others not on several ranks
     routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
         tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
+    hidden_state_layers: outputs may have these hidden states, numbered as transformers' output_hidden_states: 0 for the
+        embeddings, -1 behind the last norm. A request names those that it wants, as SamplingParams(hidden_states=[-1]).
+        Each number keeps memory for a step's tokens from the start; (): outputs have none
     max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
@@ -186,6 +190,7 @@ class Config:
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
+    hidden_state_layers: Iterable[int] = ()
     max_adapters: int = ranged(0, 0, MAX_ADAPTERS)
     max_adapter_rank: int = ranged(16, 1, MAX_ADAPTER_RANK)
     speculation: str | Drafter | None = None
@@ -223,6 +228,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
+    hidden_layers: tuple[int, ...] = field(init=False, repr=False)  # hidden_state_layers, numbered from 0 on
     draft: Draft | None = field(init=False, repr=False)  # what guesses by weights of its own
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
@@ -269,6 +275,7 @@ class Config:
         self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
+        self.hidden_state_layers = check_layers("hidden_state_layers", self.hidden_state_layers)
         self.speculation = check_speculation(
             self.speculation, self.draft_model, self.named_replicas if self.has_replicas else None
         )
@@ -323,6 +330,10 @@ class Config:
             raise ValueError("logits_processors: must be left out: this LLM reads texts, and draws no token")
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
+        last = self.description.last_hidden_layer
+        self.hidden_layers = tuple(
+            sorted({resolve_layer("hidden_state_layers", layer, last) for layer in self.hidden_state_layers})
+        )
         self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
         if cast("int | None", self.kvcache_block_size) is None:
             self.kvcache_block_size = usual_block_size(self.device, self.description.has_states)

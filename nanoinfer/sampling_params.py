@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from nanoinfer.bans import Bans
 from nanoinfer.checks import as_int, as_list, as_number, check_adapter, check_flag, check_int, check_number, short
+from nanoinfer.hidden_layers import check_layers
 from nanoinfer.hints import hints_for
 from nanoinfer.logits_processors import Function, check_functions
 from nanoinfer.pooling.read import Read
@@ -19,7 +20,15 @@ from nanoinfer.thought import Thought
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
 LARGEST = 1e30  # no setting may be larger: the device computes in float32
 OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget")  # may be None
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "entropy", "skip_special_tokens", "detokenize")
+FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "kept_tokens",
+    "entropy",
+    "prompt_hidden_states",
+    "skip_special_tokens",
+    "detokenize",
+)
 MOST_SAMPLES = 10**6  # each is a sequence of its own
 MOST_BIAS = 100  # of OpenAI's logit_bias
 
@@ -68,6 +77,11 @@ class SamplingParams:
     kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place, and
         how likely these were together before filters left out the others
     entropy: True: the output has for each generated token the entropy of the distribution that it was drawn from
+    hidden_states: the output has the hidden states of these numbers, such as [0, 12, -1], for each token of prompt and
+        output but the output's last. LLM's hidden_state_layers must have them. Those of cached tokens would be unknown,
+        so the prompt takes nothing from the KV cache. None: the output has none
+    prompt_hidden_states: False: of the prompt, hidden_states has the last token alone; the others may come from the KV
+        cache
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
@@ -115,6 +129,8 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     kept_tokens: bool = False
     entropy: bool = False
+    hidden_states: Iterable[int] | None = field(default=None, hash=False)
+    prompt_hidden_states: bool = True
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
@@ -132,6 +148,7 @@ class SamplingParams:
         settings = self.__dict__
         for name in FLAGS:
             settings[name] = check_flag(name, settings[name])
+        self._check_hidden_states()
         self._check_integers()
         self._check_prompt_logprobs()
         self._check_numbers()
@@ -200,15 +217,21 @@ class SamplingParams:
             least, most = short(self.min_tokens), short(self.max_tokens)
             raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
 
+    def _check_hidden_states(self) -> None:
+        if self.hidden_states is not None:
+            self._set("hidden_states", list(check_layers("hidden_states", self.hidden_states)) or None)
+        if not (self.prompt_hidden_states or self.hidden_states):
+            raise ValueError("prompt_hidden_states=False: must be True without hidden_states, which it restricts")
+
     def _check_prompt_logprobs(self) -> None:
         if self.max_tokens == 0 and self.n > 1:
             raise ValueError(f"n={short(self.n)}: must be 1 with max_tokens=0, because samples would be empty")
         if self.prompt_logprobs is not None:
             return
-        if self.max_tokens == 0:
+        if self.max_tokens == 0 and self.hidden_states is None:
             raise ValueError(
-                "max_tokens=0: must be at least 1 with prompt_logprobs=None, or nothing is asked for;"
-                " prompt_logprobs=0 scores the prompt"
+                "max_tokens=0: must be at least 1 with prompt_logprobs=None and hidden_states=None, or nothing is asked"
+                " for; prompt_logprobs=0 scores the prompt"
             )
         if self.prompt_logprobs_start > 0:
             start = short(self.prompt_logprobs_start)

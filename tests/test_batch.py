@@ -15,14 +15,17 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cases.tuned import Tuned
 from conftest import whole_only
+from safetensors.torch import load
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
@@ -77,6 +80,7 @@ class NullLLM:
         sample = SampleOutput(
             index=0, text=text, reasoning=None, answer=text, token_ids=ids, finish_reason=reason,
             stop_reason="it failed", logprobs=None, kept_tokens=None, entropies=None, routed_experts=None,
+            hidden_states=None,
         )  # fmt: skip
         return RequestOutput(
             sample, request_id=request_id, prompt_token_ids=[5], prompt_logprobs=None, samples=[sample]
@@ -160,6 +164,19 @@ class TestPlainLines:
                 assert place[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
         assert row["prompt_logprobs"][0] is None
         assert len(row["prompt_logprobs"]) == row["num_prompt_tokens"]
+
+    def test_hidden_states_are_safetensors_in_base64(self, tmp_path: Path) -> None:
+        rows = [{"id": 1, "prompt": "ROMEO:\n", "seed": 1, "max_tokens": 4, "n": 2, "hidden_states": [1, -1]}]
+        output, options = tmp_path / "out.jsonl", {**SMALL, "hidden_state_layers": (1, -1)}
+        assert run(write(tmp_path / "in.jsonl", rows), output, BUNDLED_MODEL, **options) == Summary(1, 0)
+        (row,) = read(output)
+        with LLM(BUNDLED_MODEL, **options) as llm:
+            params = SamplingParams(seed=1, max_tokens=4, n=2, hidden_states=[1, -1])
+            (expected,) = llm.generate(["ROMEO:\n"], params, use_tqdm=False)
+        for ours, sample in zip(row["samples"], expected.samples, strict=True):
+            states = load(b64decode(ours["hidden_states"]))
+            assert states.keys() == {"1", "-1"}
+            assert all(torch.equal(states[str(layer)], own) for layer, own in sample.hidden_states.items())
 
     def test_a_prompt_that_is_null_is_none(self) -> None:
         for own in ({"prompt": "x"}, {"token_ids": [1]}, {"messages": CHAT}):

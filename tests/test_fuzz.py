@@ -182,6 +182,9 @@ class Player:
         wishes: dict[str, Any] = {"prompt_logprobs": 0} if scored or rng.random() < 0.1 else {}
         if wishes:
             wishes["prompt_logprobs_start"] = min(rng.choice([0, 0, 1, 20, 50]), length - 1)
+        if self.llm.config.hidden_layers and rng.random() < 0.4:
+            wishes["hidden_states"] = rng.choice([[-1], [0, 2], [2, -1]])
+            wishes["prompt_hidden_states"] = rng.random() < 0.6
         if scored:
             return SamplingParams(max_tokens=0, **wishes)
         if rng.random() < 0.5:
@@ -291,6 +294,7 @@ class Checker:
         for (request, index), (rows, whole) in zip(pairs, self.logits_behind(texts), strict=True):
             try:
                 self._check_sample(request, index, rows)
+                self._check_hidden_states(request, index)
                 if index == 0:
                     self._check_prompt(request, whole if len(request.prompt) > self.long_from else rows)
             except AssertionError as error:
@@ -319,6 +323,20 @@ class Checker:
             ours = [entry[token] for entry, token in zip(sample.logprobs, sample.tokens, strict=True)]
             theirs = rows.log_softmax(dim=1)[range(len(rows)), sample.tokens].tolist()
             assert ours == pytest.approx(theirs, abs=TOLERANCE), f"sample {index}"
+
+    def _check_hidden_states(self, request: Request, index: int) -> None:
+        """Those of an aborted request may lack some. Of a text that has become a long one, all tokens are long."""
+        params = request.params
+        if not params.hidden_states or request.output is None:
+            return
+        sample, prompt = request.output.samples[index], request.prompt
+        tokens = prompt + sample.token_ids[: max(0, len(sample.token_ids) - 1)]
+        first = 0 if params.prompt_hidden_states else len(prompt) - 1
+        states = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        for layer, ours in (sample.hidden_states or {}).items():
+            assert len(ours) == len(tokens) - first or sample.finish_reason == "abort", "hidden states of each token"
+            theirs = states[layer][0][first : first + len(ours)]
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE * float(states[layer].abs().max()))
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         return [*([] if params.ignore_eos else ENDS), *(params.stop_token_ids or ())]
@@ -387,7 +405,7 @@ class Arena:
     @functools.cached_property
     def alone(self) -> LLM:
         """An engine that computes each request's tokens one by one, and has room."""
-        options = self.options(max(self.least_tokens, 16))
+        options = {**self.options(max(self.least_tokens, 16)), "hidden_state_layers": (0, 2, -1)}
         return self.make_llm(self.folder, **options, num_kvcache_blocks=100, deterministic=True)
 
     @property
@@ -467,6 +485,7 @@ def open_engine(
         "kv_offload_gib": rng.choice([0, 0.001, 0.05]),
         "max_num_batched_tokens": max(least, rng.choice([7, 16, 30, rng.randint(8, 100), 100])),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
+        "hidden_state_layers": rng.choice([(), (0, 2, -1)]),
     }
     options = {**stage.options(block_size), **drawn, **drafting, **options}
     print(f"engine: {options}, {has_foresight=}, {nodes_collide=}, {slots_of_a_row=}")

@@ -64,6 +64,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "coming-from-elsewhere.md": ["weep.", "'ROMEO:\\nO", "More light", "weep."],
     "embeddings.md": ["(192,) float32 [0.", "read 500"],
     "evaluation.md": [" window breaks? [-0.0", "perplexity 1."],
+    "hidden-states.md": ["torch.Size([10, 192])"],
     "images.md": ["77 [", "64 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],
     "reasoning.md": ["beggar, tread", " 33"],

@@ -22,9 +22,11 @@ pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'"
 
 import numpy as np
 import pyarrow as pa
+import torch
 from cases.thinkers import THINK, write_thinker
 from cases.tuned import Tuned
 from conftest import HAS_CUDA
+from safetensors.torch import load
 from transformers import BertConfig, BertModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
@@ -111,6 +113,16 @@ class TestRows:
         (row,) = once(thinker, table_of(rows)).to_pylist()
         assert row["answer"] == "forty-two"
         assert row["text"] == f"{row['reasoning']}</think>{row['generated_answer']}"
+
+    def test_hidden_states_are_safetensors(self) -> None:
+        asked = {"max_tokens": 3, "seed": 1, "hidden_states": [0, -1]}
+        generator = Generator(BUNDLED_MODEL, asked, **SMALL, hidden_state_layers=(0, -1))
+        made = once(generator, table_of([{"token_ids": [30]}]))
+        (sample,) = made.to_pylist()[0]["samples"]
+        with LLM(BUNDLED_MODEL, **SMALL, hidden_state_layers=(0, -1)) as llm:
+            (output,) = llm.generate([[30]], SamplingParams(**asked), use_tqdm=False)
+        for layer, states in load(sample["hidden_states"]).items():
+            assert torch.equal(states, output.hidden_states[int(layer)])
 
     def test_a_message_may_have_parts(self, generator: Generator) -> None:
         """A table gives every part all keys that some part has."""

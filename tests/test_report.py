@@ -59,7 +59,7 @@ def take_steps(report: RunReport, seconds: list[float]) -> None:
 def add_result(report: RunReport, line_id: str | int, prompt: str | None, text: str) -> None:
     sample = SampleOutput(
         index=0, text=text, reasoning=None, answer=text, token_ids=[1, 2, 3], finish_reason="length", stop_reason=None,
-        logprobs=None, kept_tokens=None, entropies=None, routed_experts=None,
+        logprobs=None, kept_tokens=None, entropies=None, routed_experts=None, hidden_states=None,
     )  # fmt: skip
     output = RequestOutput(
         sample, request_id=0, prompt=prompt, prompt_token_ids=[5], prompt_logprobs=None, samples=[sample]

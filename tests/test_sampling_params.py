@@ -38,6 +38,8 @@ EVERYTHING: dict[str, Any] = {
     "prompt_logprobs_start": 1,
     "kept_tokens": True,
     "entropy": True,
+    "hidden_states": [0, -1],
+    "prompt_hidden_states": False,
     "skip_special_tokens": False,
     "detokenize": True,
     "structured_outputs": {"regex": "a+"},

@@ -36,6 +36,7 @@ REFUSED = {
     "prompt_logprobs": "OpenAI's results have no place for it: write a plain line",
     "entropy": "OpenAI's results have no place for it: write a plain line",
     "kept_tokens": "OpenAI's results have no place for it: write a plain line",
+    "hidden_states": "OpenAI's results have no place for it: write a plain line",
 }
 ONE_MODEL = Models()
 ID_BYTES = 12  # of a digest: among a billion ids, two share one with a probability of 1e-11

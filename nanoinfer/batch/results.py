@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any
 
+from nanoinfer.batch.hidden_states import as_text
 from nanoinfer.batch.lines import Job, Line, LineError, digest
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
@@ -90,6 +91,8 @@ def _plain_sample(sample: SampleOutput) -> dict[str, Any]:
         row["entropies"] = list(map(_finite, sample.entropies))
     if sample.routed_experts is not None:
         row["routed_experts"] = sample.routed_experts.tolist()
+    if sample.hidden_states is not None:
+        row["hidden_states"] = as_text(sample.hidden_states)
     return row
 
 

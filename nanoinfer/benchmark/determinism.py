@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nanoinfer.benchmark.first_difference import Recorder, first_difference
 from nanoinfer.benchmark.output.status_line import StatusLine
 from nanoinfer.config import Config
@@ -124,6 +126,8 @@ def bits_of(output: RequestOutput) -> Bits:
         bits.append((f"sample {sample.index}, kept tokens", sample.kept_tokens))
         bits.append((f"sample {sample.index}, entropies", sample.entropies))
         bits.append((f"sample {sample.index}, tokens", sample.token_ids))
+        for layer, states in (sample.hidden_states or {}).items():
+            bits.append((f"sample {sample.index}, hidden states {layer}", states.view(torch.uint8).numpy().tobytes()))
     return bits
 
 

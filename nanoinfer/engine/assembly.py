@@ -49,9 +49,8 @@ def make_row_map(config: Config, ranks: Ranks, feed: MediaFeed | None) -> RowMap
     """Make the RowMap. feed: given if prompts may have images"""
     finder = _make_finder(config) if config.shares_prefixes else None
     texts = TextSlots(ranks.runner.text_slots) if config.speculation is not None else None
-    return RowMap(
-        finder, feed, may_adapt=config.max_adapters > 0, texts=texts, tells_all=bool(config.logits_processors)
-    )
+    can = {"may_adapt": config.max_adapters > 0, "may_show": bool(config.hidden_layers)}
+    return RowMap(finder, feed, texts=texts, tells_all=bool(config.logits_processors), **can)
 
 
 def _make_finder(config: Config) -> PrefixFinder:

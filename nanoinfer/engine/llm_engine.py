@@ -20,6 +20,7 @@ from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.results.faults import processed_wrongly, without_media, without_numbers, without_token
+from nanoinfer.engine.results.hidden_states import hidden_states_for
 from nanoinfer.engine.results.record import record_prompts, record_tokens
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
@@ -109,6 +110,7 @@ class LLMEngine(EngineClient):
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
                 seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)
+            seq.hidden_states = hidden_states_for(params, len(prompt), self.config)
             seqs.append(seq)
             self.scheduler.add(seq)
             if grammar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 
 from nanoinfer.drafting.options import MOST_GUESSES
 from nanoinfer.engine.media import MediaFeed
@@ -39,16 +40,18 @@ class RowMap:
         may_adapt: bool = False,
         texts: TextSlots | None = None,
         tells_all: bool = False,
+        may_show: bool = False,
     ) -> None:
         """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images.
 
         may_adapt: whether sequences may have adapters; texts: given if guesses are verified
         tells_all: whether ranks are told the settings and the tokens of all sequences
+        may_show: whether sequences may want hidden states
         """
         self.seqs: list[Sequence] = []
         self._finder = finder
         self._feed = feed
-        self._may_adapt = may_adapt
+        self._may_adapt, self._may_show = may_adapt, may_show
         self._texts = texts
         self._tells_all = tells_all
         self._shares = False  # whether rows share prefixes, since they last changed
@@ -73,6 +76,9 @@ class RowMap:
         message = PrefillMessage(moves, num_rows, chunks, list(joins.values()), step.copies, media=media)
         for seq, join in joins.items() if self._tells_all else ():
             join.told = LogitsMessage(seq.params, seq.token_ids, seq.num_prompt_tokens, (), 0)
+        if self._may_show:
+            wants = [chunk.seq for chunk in step.chunks if chunk.hidden_from is not None]
+            message.hidden_layers = _hidden_layers(wants)
         if self._texts is not None:
             for seq, join in joins.items():
                 join.drafting = self._texts.join(seq)
@@ -102,6 +108,8 @@ class RowMap:
         message.shares = self._shares
         if self._may_adapt:
             message.has_adapters = any(seq.adapter >= 0 for seq in self.seqs)
+        if self._may_show:
+            message.hidden_layers = _hidden_layers(self.seqs)
         return message, self.seqs.copy()
 
     def _new_prefixes(self) -> PrefixMessage | None:
@@ -141,6 +149,8 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message.next_tokens = seq.token_ids[chunk.end : chunk.end + MOST_GUESSES]
     message.adapter = seq.adapter
     message.text_lens = seq.text_lens
+    if (first := chunk.hidden_from) is not None:
+        message.hidden_from = first - chunk.start
     if seq.media is not None:
         message.media = seq.media.chunk(chunk.start, chunk.end)
     if (read := seq.params.read) is not None and (chunk.is_last or read.needs_all):
@@ -150,6 +160,12 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
         message.temperature = seq.temperature
         message.num_unscored = max(0, seq.first_logits - chunk.start)
     return message
+
+
+def _hidden_layers(seqs: list[Sequence]) -> list[int]:
+    """Return the numbers of the hidden states that some sequences want."""
+    wanted = [seq.hidden_states.layers.values() for seq in seqs if seq.hidden_states is not None]
+    return sorted({*chain.from_iterable(wanted)})
 
 
 def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:

@@ -271,8 +271,8 @@ class Scheduler:
         else:
             self.block_manager.forget_adapter(adapter, begun)
         for seq in self.waiting:
-            if seq.routed_experts is not None and not seq.block_tables and adapter in (None, seq.adapter):
-                seq.routed_experts.clear()  # so that shared blocks never give it others' experts
+            if not seq.block_tables and adapter in (None, seq.adapter):
+                seq.forget_records()
 
     def _stop(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks, and its place among those that run."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from nanoinfer.engine.media import PromptMedia
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
+from nanoinfer.engine.results.hidden_states import HiddenStates
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
@@ -50,6 +51,7 @@ class Sequence:
         "finish_reason",
         "finished_at",
         "first_token_at",
+        "hidden_states",
         "is_long",
         "kept",
         "kept_behind",
@@ -127,6 +129,7 @@ class Sequence:
         # What each of its texts was read for, [texts, width]; None: that is not known yet, or they are not read.
         self.pooled: Vector | None = None
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
+        self.hidden_states: HiddenStates | None = None  # None: the request did not ask
         self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -227,11 +230,20 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """How many of the first tokens may come from the cache: their experts are known, their logits not needed."""
+        """How many of the first tokens may come from the cache: what is told of them is known, but for logits."""
         if self.params.read is not None and self.params.read.needs_all:
             return 0
-        known = self.first_logits if self.routed_experts is None else len(self.routed_experts)
-        return min(self.first_logits, known)
+        known = self.first_logits
+        if self.routed_experts is not None:
+            known = min(known, len(self.routed_experts))
+        return known if self.hidden_states is None else min(known, self.hidden_states.num_known)
+
+    def forget_records(self) -> None:
+        """Forget what is told of tokens, so that shared blocks never give the sequence what others' tokens had."""
+        if self.routed_experts is not None:
+            self.routed_experts.clear()
+        if self.hidden_states is not None:
+            self.hidden_states.clear()
 
     @property
     def num_certain(self) -> int:

@@ -18,6 +18,14 @@ class Chunk:
     is_last: bool  # the sequence's tokens end with it: its logits give the next one, if there is one
     states: ChunkStates | None = None  # if the model's layers have some
 
+    @property
+    def hidden_from(self) -> int | None:
+        """The position of its first token whose hidden states the sequence wants; None: it wants those of none."""
+        own = self.seq.hidden_states
+        if own is None or own.first >= self.end:
+            return None
+        return max(self.start, own.first)
+
 
 @dataclass(frozen=True)
 class Fork:

@@ -16,6 +16,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
 from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
+from nanoinfer.batch.hidden_states import as_safetensors
 from nanoinfer.batch.lines import MEDIA, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
@@ -39,8 +40,10 @@ ENTRY = pa.struct({"token_id": pa.int32(), "logprob": pa.float64(), "rank": pa.i
 SAMPLE = {"text": pa.string(), "token_ids": IDS, "finish_reason": pa.string()}
 PARTS = {"reasoning": pa.string(), "answer": pa.string()}  # where the LLM knows markers
 COLUMNS = {**SAMPLE, "error": pa.string()}
-SAMPLES = {"samples": pa.list_(pa.struct({**SAMPLE, "logprobs": pa.list_(pa.list_(ENTRY))}))}
-SAMPLES_IN_PARTS = {"samples": pa.list_(pa.struct({**SAMPLE, **PARTS, "logprobs": pa.list_(pa.list_(ENTRY))}))}
+LOGPROBS_AND_STATES = {"logprobs": pa.list_(pa.list_(ENTRY)), "hidden_states": pa.large_binary()}
+SAMPLES = {"samples": pa.list_(pa.struct({**SAMPLE, **LOGPROBS_AND_STATES}))}
+SAMPLES_IN_PARTS = {"samples": pa.list_(pa.struct({**SAMPLE, **PARTS, **LOGPROBS_AND_STATES}))}
+FOR_SAMPLES = ("n", "logprobs", "hidden_states")  # settings whose results only these have
 
 BATCHES = 4  # of max_num_seqs rows each: so many an actor has at once, because a batch waits for its longest row
 
@@ -131,9 +134,10 @@ class Generator:
     reasoning, answer: new columns if the LLM knows the markers of a thought, as in SampleOutput; where a column of that
         name was there, generated_reasoning and generated_answer
     error: a new column: why the row failed, such as a prompt that is too long; null if it did not
-    samples: one more column if sampling_params or a column ask for n or logprobs: a list of all samples, with text,
-        token_ids, finish_reason, reasoning and answer as above, and logprobs: for each token a list of {token_id,
-        logprob, rank}, the token's own first
+    samples: one more column if sampling_params or a column ask for n, logprobs or hidden_states: a list of all samples,
+        with text, token_ids, finish_reason, reasoning and answer as above, and logprobs: for each token a list of
+        {token_id, logprob, rank}, the token's own first; and hidden_states: the bytes of a safetensors file, whose
+        tensors are named by number
 
     A row without a seed gets one from the option `seed` and from its column `id`, or if it has none from its prompt.
     So it draws the same tokens in any order and on any actor. Rows that share a prompt need ids to draw for themselves.
@@ -265,8 +269,9 @@ def _check_columns(names: list[str], shared: Mapping[str, Any]) -> None:
 
 
 def _has_samples(names: list[str], shared: Mapping[str, Any]) -> bool:
-    """Whether a row may have several samples, or log-probabilities."""
-    return shared["n"] > 1 or shared["logprobs"] is not None or "n" in names or "logprobs" in names
+    """Whether a row may have several samples, log-probabilities or hidden states."""
+    asks = shared["n"] > 1 or shared["logprobs"] is not None or shared["hidden_states"] is not None
+    return asks or any(name in names for name in FOR_SAMPLES)
 
 
 def pop_media(row: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +309,8 @@ def _sample(sample: SampleOutput) -> dict[str, Any]:
             [{"token_id": token_id, "logprob": float(value), "rank": value.rank} for token_id, value in place.items()]
             for place in sample.logprobs
         ]
+    if sample.hidden_states is not None:
+        row["hidden_states"] = as_safetensors(sample.hidden_states)
     return row
 
 

@@ -117,6 +117,22 @@ class Joint(nn.Module):
         self.whole = whole
         self.sums = sums
         self.replaces = replaces
+        self._kept: Tensor | None = None
+        self._kept_scale = 1.0
+
+    def keep_stream(self, slots: Tensor, scale: float) -> None:
+        """Let `keep` copy the stream behind this joint, times a number, from now on. slots: [most tokens, size]"""
+        self._kept, self._kept_scale = slots, scale
+
+    def keep(self, stream: Tensor) -> None:
+        """Copy the stream that this joint has returned, [tokens, size], if it was asked to."""
+        if self._kept is None:
+            return
+        slots = self._kept[: len(stream)]
+        if self._kept_scale == 1:
+            slots.copy_(stream)
+        else:
+            torch.mul(stream, self._kept_scale, out=slots)
 
     @property
     def post_norm(self) -> Norm | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
@@ -75,6 +75,14 @@ class CausalLM(nn.Module, ABC):
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given.
 
         adapters: those of the head that the rows name; None: no row names one
+        """
+
+    @abstractmethod
+    def keep_hidden_states(self, slots: Mapping[int, Tensor]) -> None:
+        """Copy the hidden states of each step's tokens into slots, from now on. Graphs captured before do not.
+
+        slots: for the numbers of some hidden states (nanoinfer.hidden_layers), [most tokens, hidden_size]
+        All ranks call this together; those whose hidden states nobody wants give no slots.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ biases, windows and scales the model has. Only constructors read it, no forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbeddi
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.head_transform import TransformBeforeHead
 from nanoinfer.layers.label_head import LabelHead
+from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.text_head import TextHead
 from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
@@ -120,7 +121,21 @@ class Decoder(CausalLM):
                 assert context.media is not None
                 residual.index_add_(0, context.media.places, deep[number], alpha=1 / self.inputs.residual_scale)
         x = self.joint(x, residual)[0]
+        self.joint.keep(x)
         return x if self.result_projection is None else self.result_projection.beside(context.adapters).product(x)
+
+    def keep_hidden_states(self, slots: Mapping[int, Tensor]) -> None:
+        """Copy hidden states of some numbers into slots, as CausalLM says."""
+        for module in self.modules():
+            if isinstance(module, Joint):
+                module.whole = True
+        for number, own in slots.items():
+            if number == len(self.layers):
+                self.joint.keep_stream(own, 1.0)
+                continue
+            joint = self.layers[number].first_joint
+            assert isinstance(joint, Joint)
+            joint.keep_stream(own, self.inputs.residual_scale)
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:

@@ -217,6 +217,11 @@ class Description:
         return self.experts is not None and self.experts.beside == "halves"
 
     @property
+    def last_hidden_layer(self) -> int:
+        """The number of the hidden states behind the last norm (nanoinfer.hidden_layers); halves count as one layer."""
+        return self.num_layers // 2 if self.in_halves else self.num_layers
+
+    @property
     def different_layers(self) -> list[int]:
         """The first layer, which has nothing to add, and the first of each kind of the others; halves count as one."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers

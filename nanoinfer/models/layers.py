@@ -41,6 +41,11 @@ class DecoderLayer(nn.Module):
         self.mlp_joint, self.mlp = mlp_joint, mlp
         self.input_branch = None if input_branch is None else nn.ModuleList(input_branch)
 
+    @property
+    def first_joint(self) -> Joint:
+        """What adds the results of the layers before to the stream that this one reads."""
+        return self.mixer_joint
+
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """Run the branches; returns the last one's result, not yet added, and the residual stream.
 
@@ -49,6 +54,7 @@ class DecoderLayer(nn.Module):
         All are [tokens, hidden_size], but for pieces: see Joint.forward.
         """
         x, residual = self.mixer(x, residual, self.mixer_joint, context)
+        self.mixer_joint.keep(residual)
         x, residual = self.mlp(x, residual, self.mlp_joint, context.adapters)
         if self.input_branch is None:
             return x, residual
@@ -71,12 +77,18 @@ class ParallelLayer(nn.Module):
         self.mixer_joint, self.mixer = joint, mixer
         self.mlp_joint, self.mlp = Joint(None, mlp_norm or joint.pre, tp, sums=False), mlp
 
+    @property
+    def first_joint(self) -> Joint:
+        """What adds the results of the layers before to the stream that this one reads."""
+        return self.mixer_joint
+
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """Run both branches; returns the sum of their results, not yet added, and the residual stream.
 
         x, residual: as for DecoderLayer.forward
         """
         x, residual = self.mixer(x, residual, self.mixer_joint, context)
+        self.mixer_joint.keep(residual)
         y, _ = self.mlp(residual, None, self.mlp_joint, context.adapters)
         return add_branches(x, y), residual
 
@@ -88,15 +100,23 @@ class OneBranchLayer(nn.Module):
         super().__init__()
         self.joint, self.mixer, self.mlp = joint, mixer, mlp
 
+    @property
+    def first_joint(self) -> Joint:
+        """What adds the results of the layers before to the stream that this one reads."""
+        return self.joint
+
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """Run the branch; returns its result, not yet added, and the residual stream.
 
         x, residual: as for DecoderLayer.forward
         """
         if self.mixer is not None:
-            return self.mixer(x, residual, self.joint, context)
-        assert self.mlp is not None
-        return self.mlp(x, residual, self.joint, context.adapters)
+            x, residual = self.mixer(x, residual, self.joint, context)
+        else:
+            assert self.mlp is not None
+            x, residual = self.mlp(x, residual, self.joint, context.adapters)
+        self.joint.keep(residual)
+        return x, residual
 
 
 class LayerOfHalves(nn.Module):
@@ -115,6 +135,11 @@ class LayerOfHalves(nn.Module):
         self.first, self.second, self.experts, self.tp = first, second, experts, tp
         self.joined = Joint(None, None, tp, sums=False)
 
+    @property
+    def first_joint(self) -> Joint:
+        """What adds the results of the layers before to the stream that this one reads."""
+        return self.first.mixer_joint
+
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """Run both halves; returns the sum of the last MLP's result and the experts', and the residual stream.
 
@@ -122,6 +147,7 @@ class LayerOfHalves(nn.Module):
         """
         first, adapters = self.first, context.adapters
         x, residual = first.mixer(x, residual, first.mixer_joint, context)
+        first.mixer_joint.keep(residual)
         routes, joined, residual = self.experts.router(x, residual, first.mlp_joint)
         beside = self.experts.mix(joined, routes, self.tp, adapters)
         x, _ = first.mlp(joined, None, self.joined, adapters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
+from nanoinfer.hidden_layers import check_layers
 from nanoinfer.media.messages import NO_MEDIA, take_media
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
@@ -164,15 +165,24 @@ class Inputs:
             packed = [next(known, None) if ids else None for ids in listed]
             return [*map(self.finish, coming, packed)]
 
+    def check_hidden_states(self, layers: Iterable[int] | None) -> tuple[int, ...] | None:
+        """Return the hidden states that a call asks for. Raises ValueError for those that the LLM cannot tell."""
+        if layers is None:
+            return None
+        numbers = check_layers("hidden_states", layers)
+        self._settings.check_hidden_states("hidden_states", numbers)
+        return numbers
+
     def check_continuations(
-        self, prompt: SomePrompts, continuations: Any, adapter: str | None
+        self, prompt: SomePrompts, continuations: Any, adapter: str | None, hidden_states: Iterable[int] | None
     ) -> tuple[CallPrompts, list[int] | None]:
         """Return prompts with each of their continuations, ready to be scored.
 
         Returns also how many continuations each prompt of a list has; None: there is one prompt.
         """
         check_generates(self.config)
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
+        layers = self.check_hidden_states(hidden_states)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter, hidden_states=layers)
         entries = None if isinstance(prompt, (str, Mapping)) else as_list(prompt)
         if not entries or as_int(entries[0]) is not None:
             one = prompt if entries is None else entries

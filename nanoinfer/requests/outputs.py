@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
@@ -105,6 +106,9 @@ class SampleOutput(Output):
         experts: [tokens, layers, experts a token uses] uint8, or int16 where a router chooses among more than 256.
         Numbers behind the experts' are LongCat-Flash's identities. The last generated token took none yet. None without
         LLM's routed_experts
+    hidden_states: for each number of SamplingParams' hidden_states, a tensor on the host, [tokens, hidden_size] in the
+        model's dtype: that of each token of prompt and output but the last generated one; with max_tokens=0, of all
+        tokens of the prompt. None if SamplingParams did not ask
     num_proposed_tokens: guesses that were verified for this sample; 0 without LLM's speculation
     num_accepted_tokens: those of token_ids that had been guessed
 
@@ -127,6 +131,7 @@ class SampleOutput(Output):
     kept_tokens: list[tuple[int, float]] | None
     entropies: list[float] | None
     routed_experts: npt.NDArray[np.integer[Any]] | None
+    hidden_states: dict[int, Tensor] | None
     num_proposed_tokens: int
     num_accepted_tokens: int
 
@@ -233,6 +238,7 @@ class StreamOutput(Output):
     kept_tokens: as in SampleOutput, for the new tokens
     entropies: as in SampleOutput, for the new tokens
     routed_experts: as in SampleOutput, in the sample's last output; None before
+    hidden_states: as in SampleOutput, in the sample's last output; None before
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
 
@@ -252,6 +258,7 @@ class StreamOutput(Output):
     kept_tokens: list[tuple[int, float]] | None
     entropies: list[float] | None
     routed_experts: npt.NDArray[np.integer[Any]] | None
+    hidden_states: dict[int, Tensor] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 
 
@@ -261,6 +268,7 @@ class Score(Output):
     logprob: the sum of its tokens' log-probabilities; NaN if the model's logits are not finite
     is_greedy: whether no other token is likelier than the continuation's, in any place; False if some are NaN
     token_ids: its tokens
+    hidden_states: those of all tokens of prompt and continuation, as in SampleOutput; None if the call did not ask
     logprobs: each token's log-probability, which knows the token's rank and text
     """
 
@@ -269,6 +277,7 @@ class Score(Output):
     logprob: float
     is_greedy: bool
     token_ids: list[int]
+    hidden_states: dict[int, Tensor] | None
     logprobs: list[LogProb]
 
 
@@ -284,7 +293,13 @@ def score_of(output: RequestOutput) -> Score:
     scored = [(token_id, entry[token_id]) for token_id, entry in places if entry is not None]
     token_ids, logprobs = [token_id for token_id, _ in scored], [logprob for _, logprob in scored]
     is_greedy = all(logprob.rank == 1 and not isnan(logprob) for logprob in logprobs)
-    return Score(logprob=sum(logprobs), is_greedy=is_greedy, token_ids=token_ids, logprobs=logprobs)
+    return Score(
+        logprob=sum(logprobs),
+        is_greedy=is_greedy,
+        token_ids=token_ids,
+        hidden_states=output.hidden_states,
+        logprobs=logprobs,
+    )
 
 
 def warn_of_errors(outputs: Iterable[RequestOutput]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from itertools import islice
 from typing import overload
@@ -31,6 +32,7 @@ class ScoresTexts(Door, ABC):
         continuations: Tokens | ListLike[Tokens],
         adapter: str | None = None,
         use_tqdm: UseTqdm = True,
+        hidden_states: Iterable[int] | None = None,
     ) -> list[Score]: ...
 
     @overload
@@ -40,6 +42,7 @@ class ScoresTexts(Door, ABC):
         continuations: ListLike[Tokens | ListLike[Tokens]],
         adapter: str | None = None,
         use_tqdm: UseTqdm = True,
+        hidden_states: Iterable[int] | None = None,
     ) -> list[list[Score]]: ...
 
     @hints_for("score")
@@ -49,6 +52,7 @@ class ScoresTexts(Door, ABC):
         continuations: Tokens | ListLike[Tokens | ListLike[Tokens]],
         adapter: str | None = None,
         use_tqdm: UseTqdm = True,
+        hidden_states: Iterable[int] | None = None,
     ) -> list[Score] | list[list[Score]]:
         """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
 
@@ -60,6 +64,7 @@ class ScoresTexts(Door, ABC):
             that has these for each
         adapter: as in SamplingParams
         use_tqdm: as for generate; a lone prompt has no bar
+        hidden_states: as in SamplingParams: each Score has those of all tokens of prompt and continuation
 
         The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
         own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
@@ -69,6 +74,6 @@ class ScoresTexts(Door, ABC):
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter)
+            prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter, hidden_states)
         scores = map(score_of, self._generate(prepared, use_tqdm if counts is not None else False))
         return [*scores] if counts is None else [[*islice(scores, count)] for count in counts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListLike
 from copy import copy
 from dataclasses import fields
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from nanoinfer.checks import as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar.grammar import Grammar, Grammars
+from nanoinfer.hidden_layers import resolve_layer
 from nanoinfer.logits_processors import check_pickles, name_of
 from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.reasoning.reasoning import Reasoning
@@ -127,6 +128,7 @@ class SettingsReader:
             if count is not None and count > vocab_size:
                 raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
         self._check_processors(name, params)
+        self.check_hidden_states(f"{name}.hidden_states", params.hidden_states or ())
         if params.stop:
             self._texts.check_detokenizer(f"{name}.stop={params.stop!r}")
         return Settings(self._resolve(name, params), self.compile(name, params))
@@ -148,6 +150,16 @@ class SettingsReader:
                     validate(params)
             except Exception as error:
                 raise ValueError(f"{name}: {name_of(own)}: {error}") from error
+
+    def check_hidden_states(self, name: str, layers: Iterable[int]) -> None:
+        """Raise ValueError for hidden states that the model lacks, or that the LLM does not keep."""
+        kept, last = self._config.hidden_layers, self._config.description.last_hidden_layer
+        for layer in layers:
+            if resolve_layer(name, layer, last) not in kept:
+                given = self._config.hidden_state_layers
+                raise ValueError(
+                    f"{name} has {layer}: must be among LLM's hidden_state_layers={given}, planned at the start"
+                )
 
     def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
         """Return a copy for the engine, which knows numbers of tokens and token ids alone."""

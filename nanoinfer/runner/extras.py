@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nanoinfer.runner.hidden_states import SentStates
 from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.steps.pooling import Pooled
@@ -25,6 +26,7 @@ class Extras:
     spoiled: [rows] bool, whose logits are not finite behind logits processors, but were before; None: there are none
     experts: [tokens, layers, used], the experts that all tokens of the step took; in a verifying step first those of
         the rows' last tokens, then those of all guesses; None: not asked for
+    hidden: hidden states, of tokens in the same order, or of those of a prefill step that want some; None: none do
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)
@@ -35,6 +37,7 @@ class Extras:
     faults: dict[int, str] = field(default_factory=dict)
     spoiled: Tensor | None = None
     experts: Tensor | None = None
+    hidden: SentStates | None = None
 
     def to_host(self) -> Extras:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
@@ -47,4 +50,5 @@ class Extras:
             self.faults,
             None if self.spoiled is None else to_host(self.spoiled),
             None if self.experts is None else to_host(self.experts),
+            None if self.hidden is None else self.hidden.to_host(),
         )

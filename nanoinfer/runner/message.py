@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanoinfer.pooling.read import Read
@@ -66,6 +67,7 @@ class ChunkMessage:
     adapter: int = -1  # its slot; -1: none
     read: Read | None = None  # what the chunk gives of a text that is read; None: nothing
     text_lens: list[int] | None = None  # of several whole texts that the chunk consists of; None: it is of one
+    hidden_from: int | None = None  # the host gets hidden states from this one of its tokens on; None: of none
 
     @property
     def lens(self) -> list[int]:
@@ -136,11 +138,22 @@ class PrefillMessage:
     transfers: Transfers | None = None
     media: NewMedia | None = None  # None: no chunk has any
     members: dict[int, list[int]] = field(default_factory=dict)  # of each group that has changed: its newest texts
+    hidden_layers: list[int] = field(default_factory=list)  # those whose hidden states the host gets of some chunk
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the step computes."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def hidden_spans(self) -> list[tuple[int, int]]:
+        """Where those of its tokens begin, and end, whose hidden states the host gets."""
+        ends = [*accumulate(len(chunk.token_ids) for chunk in self.chunks)]
+        return [
+            (end - len(chunk.token_ids) + chunk.hidden_from, end)
+            for chunk, end in zip(self.chunks, ends, strict=True)
+            if chunk.hidden_from is not None
+        ]
 
 
 class SharedRun(NamedTuple):
@@ -174,6 +187,7 @@ class DecodeMessage:
     has_adapters: bool = False  # whether some row has an adapter
     guesses: int = 0  # places for guesses beside the rows' last tokens, see verify_sizes; 0: none are verified
     lacking: list[ChunkMessage] = field(default_factory=list)  # tokens that a draft model computes before the step
+    hidden_layers: list[int] = field(default_factory=list)  # those whose hidden states the host gets of all rows
 
     @property
     def num_tokens(self) -> int:

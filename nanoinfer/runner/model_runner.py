@@ -324,7 +324,7 @@ class ModelRunner:
     def _decode(self, message: DecodeMessage) -> Launched:
         kind = DecodeKind(message.shares, message.has_adapters, message.guesses)
         launched = self._forward(message.num_rows, kind, message.max_context_len)
-        launched.extras = self.steps.extras_of(launched)
+        launched.extras = self.steps.extras_of(launched, message.hidden_layers)
         return launched
 
     def _forward(self, num_rows: int, kind: DecodeKind, max_context_len: int) -> Launched:

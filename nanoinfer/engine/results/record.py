@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import number_lines
+
+States = Mapping[int, npt.NDArray[Any]]  # of each layer, the bytes of tokens, [tokens, bytes]
 
 
 def record_prompts(step: Step, extras: Extras) -> None:
@@ -27,6 +34,25 @@ def record_prompts(step: Step, extras: Extras) -> None:
             begin = end
         for fork in step.forks:
             _experts_of(fork.seq).take_over(_experts_of(fork.source))
+    if extras.hidden is not None:
+        _record_hidden_states(step, extras.hidden.wait())
+
+
+def _record_hidden_states(step: PrefillStep, states: States) -> None:
+    """Give the sequences of a step of prompts their hidden states. states: of those tokens that want some"""
+    begin = 0
+    for part in step.chunks:
+        own, start = part.seq.hidden_states, part.hidden_from
+        if own is None or start is None:
+            continue
+        end = begin + part.end - start
+        if not part.seq.is_finished:
+            own.put(start, {layer: of_layer[begin:end] for layer, of_layer in states.items()})
+        begin = end
+    for fork in step.forks:
+        if fork.seq.hidden_states is not None and not fork.seq.is_finished:
+            assert fork.source.hidden_states is not None
+            fork.seq.hidden_states.take_over(fork.source.hidden_states)
 
 
 def record_tokens(step: Step, seqs: list[Sequence], extras: Extras, proposed: list[int] | None) -> None:
@@ -55,6 +81,12 @@ def record_tokens(step: Step, seqs: list[Sequence], extras: Extras, proposed: li
             own = _experts_of(seqs[row])
             if len(own) < len(seqs[row]) - 1:  # the last token has taken none yet
                 own.put(len(own), taken[line])
+    if extras.hidden is not None and not isinstance(step, PrefillStep):
+        states = extras.hidden.wait()
+        for row, line in number_lines(list(range(len(seqs))), proposed):
+            hidden = seqs[row].hidden_states
+            if hidden is not None and hidden.num_known < len(seqs[row]) - 1:
+                hidden.put(hidden.num_known, {layer: of_layer[line] for layer, of_layer in states.items()})
 
 
 def _experts_of(seq: Sequence) -> RoutedExperts:

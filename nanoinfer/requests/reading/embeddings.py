@@ -95,7 +95,14 @@ class Embeddings:
         """Return the outputs of texts. dimensions: as check_dimensions returns it; normalize: as for LLM.embed"""
         read = [text for text in texts if text.pooled is not None]
         made = iter(self._embeddings(read, dimensions, normalize))
-        return [EmbeddingOutput(text.facts, embedding=None if text.pooled is None else next(made)) for text in texts]
+        return [
+            EmbeddingOutput(
+                text.facts,
+                embedding=None if text.pooled is None else next(made),
+                hidden_states=text.hidden_states,
+            )
+            for text in texts
+        ]
 
     def _embeddings(self, texts: list[ReadText], dimensions: int | None, normalize: bool | None) -> list[Vector]:
         """Return the embeddings of texts without errors; each is the same in any company."""

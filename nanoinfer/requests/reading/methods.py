@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, overload
@@ -56,6 +57,7 @@ class ReadsTexts(LoadsAdapters):
         adapter: str | None = None,
         lora_request: GivenLora = None,
         normalize: bool | None = None,
+        hidden_states: Iterable[int] | None = None,
     ) -> Iterator[EmbeddingOutput]: ...
 
     @overload
@@ -68,6 +70,7 @@ class ReadsTexts(LoadsAdapters):
         adapter: str | None = None,
         lora_request: GivenLora = None,
         normalize: bool | None = None,
+        hidden_states: Iterable[int] | None = None,
     ) -> list[EmbeddingOutput]: ...
 
     @hints_for("embed", ("prompt_name", "dimensions", "normalize"))
@@ -80,6 +83,7 @@ class ReadsTexts(LoadsAdapters):
         adapter: str | None = None,
         lora_request: GivenLora = None,
         normalize: bool | None = None,
+        hidden_states: Iterable[int] | None = None,
     ) -> list[EmbeddingOutput] | Iterator[EmbeddingOutput]:
         """Compute each text's embedding; returns them in the texts' order.
 
@@ -97,6 +101,7 @@ class ReadsTexts(LoadsAdapters):
         adapter: as in SamplingParams, for all texts
         lora_request: as for generate; for an iterator, one for all
         normalize: True: embeddings have length 1; False: they stay as they are; None: as the checkpoint says
+        hidden_states: as in SamplingParams: each output has those of all tokens of its text; None: it has none
 
         Raises ValueError as generate does, and for what the checkpoint does not allow. Tokens are checked while the
         first texts run, so that the device need not wait: a text that cannot work ends the call, half-way at the
@@ -104,6 +109,7 @@ class ReadsTexts(LoadsAdapters):
         """
         with self._door("ready"):
             reading = self._embedding(prompt_name, dimensions, normalize)
+            reading = replace(reading, hidden_states=self._inputs.check_hidden_states(hidden_states))
         return self._read(prompts, reading, use_tqdm, adapter, lora_request)
 
     def _embedding(

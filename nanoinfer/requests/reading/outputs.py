@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Sequence
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from nanoinfer.engine.results.hidden_states import HiddenStates
 from nanoinfer.pooling.activations import Vector
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.prompts import Prepared
@@ -21,6 +24,7 @@ class EmbeddingOutput(Output):
     prompt_token_ids: its tokens, with those that the tokenizer adds
     num_cached_tokens: this many of them came from the KV cache
     embedding: [dimensions] float32, on the host; None if there is an error
+    hidden_states: those of the text's tokens, as in SampleOutput; None if the call did not ask
     error: why there is no embedding, as for numbers that are not finite; else None
 
     An EmbeddingOutput has this attribute too, which is no key, by vLLM's name:
@@ -35,6 +39,7 @@ class EmbeddingOutput(Output):
     prompt_token_ids: list[int]
     num_cached_tokens: int
     embedding: Vector | None
+    hidden_states: dict[int, Tensor] | None
     error: str | None
 
     @property
@@ -125,6 +130,7 @@ class ReadText(NamedTuple):
     num_cached_tokens: this many of its tokens came from the KV cache
     pooled: what it was read for, [width]; None: there is an error
     error: why there is no such thing
+    hidden_states: those of its tokens, as SampleOutput has them; None: not asked for
     """
 
     request_id: int
@@ -132,6 +138,7 @@ class ReadText(NamedTuple):
     num_cached_tokens: int
     pooled: Vector | None
     error: str | None
+    hidden_states: dict[int, Tensor] | None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -152,7 +159,19 @@ def texts_read(request: Request) -> list[ReadText]:
     if result.pooled is not None and result.stop_reason is not None:  # why some of several texts have no numbers
         rows = [row if np.isfinite(row).all() else None for row in result.pooled]
     error = f"the request has ended: {result.stop_reason or result.finish_reason}"
+    shown = _divide(result.hidden_states, texts)
     return [
-        ReadText(number, text, result.num_cached_tokens, row, error if row is None else None)
-        for number, text, row in zip(count(request.id), texts, rows, strict=False)
+        ReadText(number, text, result.num_cached_tokens, row, error if row is None else None, own)
+        for number, text, row, own in zip(count(request.id), texts, rows, shown, strict=False)
+    ]
+
+
+def _divide(states: HiddenStates | None, texts: Sequence[Prepared]) -> list[dict[int, Tensor] | None]:
+    """Return the hidden states of each of some texts that were computed together."""
+    if states is None or states.num_known < (ends := [*accumulate(len(text.token_ids) for text in texts)])[-1]:
+        return [None] * len(texts)
+    made = states.tensors()
+    return [
+        {layer: own[end - len(text.token_ids) : end] for layer, own in made.items()}
+        for text, end in zip(texts, ends, strict=True)
     ]

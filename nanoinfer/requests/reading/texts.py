@@ -24,9 +24,9 @@ SomeOutput = TypeVar("SomeOutput", bound=Output)
 SomePrompt = TypeVar("SomePrompt", Asked, Prepared)
 
 
-def settings_for(read: Read, adapter: str | None) -> Settings:
+def settings_for(read: Read, adapter: str | None, hidden_states: tuple[int, ...] | None = None) -> Settings:
     """Return the settings of texts that get no token."""
-    params = SamplingParams(max_tokens=1, detokenize=False, adapter=adapter)
+    params = SamplingParams(max_tokens=1, detokenize=False, adapter=adapter, hidden_states=hidden_states)
     vars(params).update(max_tokens=0, read=read)  # which users cannot ask for
     return Settings(params, None)
 
@@ -45,6 +45,7 @@ class Reading(Generic[SomeOutput]):
     ask: changes what a text was asked for as, before it gets tokens
     trim: leaves out tokens at the end that do not count
     name: of the argument that has the texts
+    hidden_states: those that outputs have of all tokens, as SamplingParams names them; None: they have none
     """
 
     read: Read
@@ -52,6 +53,7 @@ class Reading(Generic[SomeOutput]):
     ask: Callable[[Asked], Asked] = as_it_is
     trim: Callable[[Prepared], Prepared] = as_it_is
     name: str = "prompts"
+    hidden_states: tuple[int, ...] | None = None
 
     def output(self, request: Request) -> SomeOutput:
         """Make the output of a request of one text."""
@@ -116,7 +118,7 @@ class ComingTexts(SomeTexts):
     def __init__(
         self, prompts: Iterator[Prompt], reading: Reading[SomeOutput], inputs: Inputs, adapter: str | None
     ) -> None:
-        settings = settings_for(reading.read, adapter)
+        settings = settings_for(reading.read, adapter, reading.hidden_states)
         self._coming = (
             inputs.begin_text(f"{reading.name}[{index}]", prompt, settings, reading.ask)
             for index, prompt in enumerate(prompts)
@@ -155,7 +157,7 @@ def texts_of(
 
     def settings_of(count: int) -> list[Settings]:
         names = one_each(adapters, count)
-        made = {name: settings_for(reading.read, name) for name in set(names)}
+        made = {name: settings_for(reading.read, name, reading.hidden_states) for name in set(names)}
         return [made[name] for name in names]
 
     coming = inputs.begin_texts(reading.name, prompts, settings_of, reading.ask)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from nanoinfer.engine.results.hidden_states import HiddenStates
 from nanoinfer.engine.results.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import FinishReason, Vector
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
@@ -27,6 +28,7 @@ class SampleResult(NamedTuple):
     started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
     prompt_logprobs: of the prompt's tokens, if asked for and if this is the first sample
+    hidden_states: of the sample's tokens, if asked for
     pooled: what each text of the sample was read for, [texts, width], if it was, and could be
     """
 
@@ -45,6 +47,7 @@ class SampleResult(NamedTuple):
     kept_tokens: list[tuple[int, float]] | None = None
     entropies: list[float] | None = None
     routed_experts: ExpertIds | None = None
+    hidden_states: HiddenStates | None = None
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     pooled: Vector | None = None
@@ -68,6 +71,7 @@ class SampleResult(NamedTuple):
             kept_tokens=self.kept_tokens,
             entropies=self.entropies,
             routed_experts=self.routed_experts,
+            hidden_states=None if self.hidden_states is None else self.hidden_states.tensors(),
             num_proposed_tokens=self.num_proposed_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
         )

@@ -82,6 +82,7 @@ class Sample:
             kept_tokens=seq.kept_tokens[start:] if params.kept_tokens else None,
             entropies=seq.entropies[start:] if params.entropy else None,
             routed_experts=self._routed_experts if is_finished else None,
+            hidden_states=seq.hidden_states if is_finished else None,
             pooled=seq.pooled if seq.finish_reason == "length" else None,
         )
 

@@ -105,5 +105,6 @@ class StreamedSample:
             kept_tokens=new["kept_tokens"],
             entropies=new["entropies"],
             routed_experts=newest.routed_experts,
+            hidden_states=None if newest.hidden_states is None else newest.hidden_states.tensors(),
             prompt_logprobs=prompt_logprobs(self._params, self._prompt_logprobs, self._decode) if is_first else None,
         )

@@ -17,6 +17,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
+from nanoinfer.runner.hidden_states import HiddenStateSlots
 from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
@@ -45,6 +46,7 @@ class Holdings:
     stream: of the layers that lie in host memory; None: none does
     routing: where there is a host, if outputs are to have the experts
     batch_processors: classes that change the logits of all rows; None: the LLM has none
+    hidden_states: likewise, if outputs may have some
     draft: this rank's share of the draft; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -73,6 +75,7 @@ class Holdings:
         self.adapters: AdapterSlots | None = None
         self.media: MediaEmbeddings | None = None
         self.routing: ExpertChoices | None = None
+        self.hidden_states: HiddenStateSlots | None = None
         self.stream: LayerStream | None = None
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         guesses = 0 if config.speculation is None else config.max_guesses
@@ -96,6 +99,8 @@ class Holdings:
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = ExpertChoices(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
+        if config.hidden_layers:
+            self._keep_hidden_states()
         return WeightWriter(self.model, self.tower, self._tp, self._device, self.stream)
 
     def _build_model(self) -> None:
@@ -163,6 +168,16 @@ class Holdings:
             self.adapters = AdapterSlots(self.model, self._config, self._tp, self._device)
         self.model_bytes += self.adapters.num_bytes
 
+    def _keep_hidden_states(self) -> None:
+        """Let the model keep hidden states, in slots which sleep gives back as it does weights."""
+        config = self._config
+        if self._has_host:
+            how = config.description.hidden_size, config.torch_dtype, self._device
+            with nullcontext() if self._lender is None else self._lender.for_weights():
+                self.hidden_states = HiddenStateSlots(config.hidden_layers, self._most_tokens, *how)
+            self.model_bytes += self.hidden_states.slots.nbytes
+        self.model.keep_hidden_states({} if self.hidden_states is None else self.hidden_states.by_layer)
+
     def _build_tower(self) -> TransformersTower | None:
         config = self._config
         if config.hf_config is None:
@@ -215,7 +230,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = self.media = self.tower = self.adapters = None
+            self.routing = self.hidden_states = self.media = self.tower = self.adapters = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
             self._close_stream()
@@ -269,7 +284,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.media = self.tower = self.adapters = self.draft = None
+        self.routing = self.hidden_states = self.media = self.tower = self.adapters = self.draft = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         self._close_stream()

@@ -50,7 +50,12 @@ class Trials:
 
     def largest_prefills(self) -> list[PrefillMessage]:
         """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""
-        return [step for adapter in self.adapters for step in self._largest_prefills(adapter)]
+        steps = [step for adapter in self.adapters for step in self._largest_prefills(adapter)]
+        for step in steps:
+            step.hidden_layers = [*self._config.hidden_layers]
+            for chunk in step.chunks:
+                chunk.hidden_from = 0
+        return steps
 
     def _join(self, chunk: int, length: int) -> JoinMessage:
         """Let the prompt of a chunk join, whose text goes to the slot of the same number."""

@@ -17,10 +17,10 @@ from nanoinfer.kernels.states.boundaries import begin_rows
 from nanoinfer.kernels.states.memory import StateRows
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, StepMessage
+from nanoinfer.runner.steps.kept import Kept
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
 
@@ -38,16 +38,16 @@ class OneByOne(Steps):
         super().__init__(config, tp, holdings, backend, logits)
         self._long_from = config.description.long_from
         self.sampler = Sampler(0, TensorParallel())
-        self._experts: list[Tensor] = []  # of the step's tokens so far, if outputs have them
+        self._kept: list[Kept] = []  # of the step's tokens so far
 
     def update(self, message: StepMessage) -> None:
         """Bring the rows up to date, as the message says, before its step runs."""
         super().update(message)
-        self._experts = []  # a step that was interrupted has left its own
+        self._kept = []  # a step that was interrupted has left its own
 
-    def extras(self, num_tokens: int) -> Extras:
-        """Return the Extras of a step whose model has run."""
-        return Extras(experts=torch.cat(self._experts) if self._experts else None)
+    def kept(self, num_tokens: int) -> Kept:
+        """Return what the model has kept of each token of a step that has run."""
+        return Kept.joined(self._kept)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         hidden, seen = list[Tensor](), _seen(prompts.context)
@@ -107,8 +107,8 @@ class OneByOne(Steps):
         if states is not None:
             inputs.context.states = StateContext(self.holdings.states.layers, states)
         hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
-        if self.holdings.routing is not None:
-            self._experts.append(self.holdings.routing.taken(1))
+        kept = super().kept(1)
+        self._kept.append(kept if kept.hidden is None else kept._replace(hidden=kept.hidden.clone()))
         return hidden
 
     def _begin(self, states: ChunkStates, position: int, is_first: bool) -> StateRows:

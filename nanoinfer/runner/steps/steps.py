@@ -25,6 +25,7 @@ from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import InputBatch
+from nanoinfer.runner.steps.kept import Kept
 from nanoinfer.runner.steps.kinds import DecodeKind
 from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.pooling import pool
@@ -50,8 +51,10 @@ class Steps:
         groups = self.kv_cache.layout.groups
         self.max_blocks = [TABLE_STEP * -(-config.max_model_len // (group.block_size * TABLE_STEP)) for group in groups]
         self.sampler = Sampler(self.model.first_id, tp)
-        self._row_decoder = None  # it reads all layers in one launch
-        if holdings.stream is None:
+        self._row_decoder: RowDecoder | None = None
+        if (
+            holdings.stream is None and not config.hidden_layers
+        ):  # one launch of all layers shows none, and waits for none
             self._row_decoder = RowDecoder.of(self.model, config.description, self.kv_cache.layers, backend)
         prefixes = None
         if config.shares_prefixes:
@@ -117,7 +120,7 @@ class Steps:
         hidden = self._run_chunks(message.chunks, prompts)
         if self.verifier is not None:
             self.verifier.proposer.see_prompts(prompts, message.chunks, hidden)
-        extras = self.extras(message.num_tokens)
+        extras = self.kept(message.num_tokens).of_prompts(message, self.holdings)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 
         def logits_at(places: Tensor) -> Tensor:
@@ -197,13 +200,16 @@ class Steps:
         num_lines = num_rows if places is None else len(places.tokens)
         return Launched(slice(num_rows), self.logits[:num_lines], Extras(), places, (size, kind.guesses))
 
-    def extras_of(self, launched: Launched) -> Extras:
-        """Return what a decode step gives beside its tokens, but for what its draw adds."""
-        extras = self.extras(len(launched.logits))
-        if launched.places is not None and extras.experts is not None:
+    def extras_of(self, launched: Launched, hidden_layers: list[int]) -> Extras:
+        """Return what a decode step gives beside its tokens, but for what its draw adds.
+
+        hidden_layers: those whose hidden states the host gets
+        """
+        lines: Tensor | slice = slice(None)
+        if launched.places is not None and (self.holdings.routing is not None or hidden_layers):
             assert self.verifier is not None
-            extras.experts = extras.experts[self.verifier.lines(launched.places, launched.rows.stop)]
-        return extras
+            lines = self.verifier.lines(launched.places, launched.rows.stop)
+        return self.kept(len(launched.logits)).of_lines(lines, hidden_layers, self.holdings)
 
     def sample(self, launched: Launched) -> tuple[StepLines, Tensor]:
         """Draw behind all lines of a step by temperature alone; returns the lines, and the tokens: [lines] int32.
@@ -242,10 +248,9 @@ class Steps:
         own = batch.positions[rows] + 1, batch.temperatures[rows], batch.seeds[rows]
         return StepLines(rows.start or 0, launched.logits, *own)
 
-    def extras(self, num_tokens: int) -> Extras:
-        """Return the Extras of a step whose model has run."""
-        routing = self.holdings.routing
-        return Extras(experts=None if routing is None else routing.taken(num_tokens))
+    def kept(self, num_tokens: int) -> Kept:
+        """Return what the model has kept of each token of a step that has run."""
+        return Kept.of_step(self.holdings, num_tokens)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""

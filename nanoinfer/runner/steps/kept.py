@@ -1,0 +1,55 @@
+"""Kept: what a model has kept of each token of a step, and what of that the host gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.message import PrefillMessage
+
+
+class Kept(NamedTuple):
+    """Of each token of a step whose model has run.
+
+    experts: [tokens, layers, used], those that it took; None: outputs do not have them
+    hidden: [layers, tokens, hidden_size], of the layers that outputs may have; None: they have none
+    """
+
+    experts: Tensor | None
+    hidden: Tensor | None
+
+    @classmethod
+    def of_step(cls, holdings: Holdings, num_tokens: int) -> Kept:
+        """Return what the last step has kept, where the next one keeps its own."""
+        routing, hidden = holdings.routing, holdings.hidden_states
+        return cls(
+            None if routing is None else routing.taken(num_tokens),
+            None if hidden is None else hidden.taken(num_tokens),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Kept]) -> Kept:
+        """Return what several runs of the model have kept, one after another."""
+        experts = [kept.experts for kept in parts if kept.experts is not None]
+        hidden = [kept.hidden for kept in parts if kept.hidden is not None]
+        return cls(torch.cat(experts) if experts else None, torch.cat(hidden, dim=1) if hidden else None)
+
+    def of_prompts(self, message: PrefillMessage, holdings: Holdings) -> Extras:
+        """Return the extras of a step of prompts: experts of all tokens, hidden states of those that want some."""
+        extras = Extras(experts=self.experts)
+        if self.hidden is not None and holdings.hidden_states is not None:
+            how = message.hidden_layers, message.hidden_spans
+            extras.hidden = holdings.hidden_states.of_spans(self.hidden, *how)
+        return extras
+
+    def of_lines(self, lines: Tensor | slice, hidden_layers: list[int], holdings: Holdings) -> Extras:
+        """Return the extras of some places of a decode step; hidden_layers: those that some row wants"""
+        extras = Extras(experts=None if self.experts is None else self.experts[lines])
+        if self.hidden is not None and holdings.hidden_states is not None:
+            extras.hidden = holdings.hidden_states.of_lines(self.hidden, hidden_layers, lines)
+        return extras
