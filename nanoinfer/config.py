@@ -48,7 +48,7 @@ OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.js
 AUTO_OFFLOAD = "auto"  # weight_offload_gib is what is needed
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
-MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK = 64, 1024, 512
+MAX_REPLICAS, MAX_ADAPTERS, MAX_ADAPTER_RANK, MAX_STEERINGS = 64, 1024, 512, 1024
 
 
 @hints_for("LLM")
@@ -111,6 +111,7 @@ class Config:
     hidden_state_layers: outputs may have these hidden states, numbered as transformers' output_hidden_states: 0 for the
         embeddings, -1 behind the last norm. A request names those that it wants, as SamplingParams(hidden_states=[-1]).
         Each number keeps memory for a step's tokens from the start; (): outputs have none
+    max_steerings: llm.load_steering(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapters: llm.load_adapter(...) loads at most this many, 0 to 1,024, into memory that is kept from the start
     max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     speculation: "suffix": decode steps also verify guesses of the next tokens: what followed where a text, or another
@@ -191,6 +192,7 @@ class Config:
     deterministic: bool = False
     routed_experts: bool = False
     hidden_state_layers: Iterable[int] = ()
+    max_steerings: int = ranged(0, 0, MAX_STEERINGS)
     max_adapters: int = ranged(0, 0, MAX_ADAPTERS)
     max_adapter_rank: int = ranged(16, 1, MAX_ADAPTER_RANK)
     speculation: str | Drafter | None = None
@@ -330,6 +332,8 @@ class Config:
             raise ValueError("logits_processors: must be left out: this LLM reads texts, and draws no token")
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
+        if self.max_steerings and not self.description.generates:
+            raise ValueError(f"max_steerings={self.max_steerings}: must be 0: this LLM reads texts, and steers none")
         last = self.description.last_hidden_layer
         self.hidden_layers = tuple(
             sorted({resolve_layer("hidden_state_layers", layer, last) for layer in self.hidden_state_layers})

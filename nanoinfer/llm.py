@@ -16,6 +16,7 @@ from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.admin.adapters import GivenLora
 from nanoinfer.requests.admin.memory import SleepMode
+from nanoinfer.requests.admin.steering import LoadsSteerings
 from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prompt
@@ -40,6 +41,7 @@ class LLM(
     ScoresTexts,
     TokenizesTexts,
     ChangesWeights,
+    LoadsSteerings,
     SleepMode,
 ):
     """A Hugging Face language model, ready to generate.
@@ -54,6 +56,7 @@ class LLM(
         reports it once, at level INFO. With several replicas it is that of the one with the fewest blocks
     tokenizer: the checkpoint's own, or that of the option; None if there is none: prompts are token ids, texts empty
     adapters: those that load_adapter has loaded, each a LoadedAdapter by its name
+    steerings: those that load_steering has loaded, by name: the numbers of the hidden states that each adds to
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
 

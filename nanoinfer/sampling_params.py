@@ -101,6 +101,8 @@ class SamplingParams:
         logits is [vocabulary] float32, on the model's device, and may be changed in place. A function that raises an
         error, or returns another shape, NaN or infinity, ends its sample with an error
     extra_args: a mapping that the classes of LLM's logits_processors read; nothing else does
+    steering: (name, strength): vectors that llm.load_steering has loaded, times the strength, are added to the hidden
+        states of the request's tokens; None: nothing is
     adapter: the name of the adapter that computes the request: see llm.load_adapter(...); None: the model alone does
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
@@ -137,6 +139,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     logits_processors: Iterable[Function] | None = field(default=None, hash=False)
     extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
+    steering: tuple[str, float] | None = None
     adapter: str | None = None
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
@@ -160,6 +163,7 @@ class SamplingParams:
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise ValueError(f"extra_args={short(self.extra_args)}: must be None or a mapping")
         settings["extra_args"] = dict(self.extra_args or {}) or None
+        settings["steering"] = _check_steering(self.steering)
         settings["adapter"] = check_adapter("adapter", self.adapter)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -324,6 +328,18 @@ def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], An
     if None in converted:
         raise ValueError(f"{name} has {short(entries[converted.index(None)])}: must be a list of {kind}")
     return sorted(converted) if isinstance(value, Set) else converted  # each process has its own order of a set
+
+
+def _check_steering(value: Any) -> tuple[str, float] | None:
+    """Return a name and a finite strength; None stays None. Raises ValueError for all else."""
+    if value is None:
+        return None
+    entries = as_list(value) or []
+    name, strength = entries if len(entries) == 2 else (None, None)
+    number = as_number(strength)
+    if not isinstance(name, str) or name == "" or number is None or not -LARGEST <= number <= LARGEST:
+        raise ValueError(f"steering={short(value)}: must be None, or the name of loaded vectors and a number")
+    return str.__str__(name), float(number)
 
 
 def _as_text(value: Any) -> str | None:

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cases.drafters import Babbler
 from cases.states import DELTA, FALCON
 from conftest import CollidingTree, whole_only
 from safetensors.torch import load_file
+from test_steering import hooked, vectors_of
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.benchmark.determinism import bits_of
@@ -95,6 +97,13 @@ SUBJECTS = {
     "falconh1": with_states("FalconH1ForCausalLM", "falcon_h1", **FALCON),
     "lfm2": with_states("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
 }
+
+
+STEERING = "mine"
+
+
+def vectors_for(model: Any) -> dict[int, torch.Tensor]:
+    return vectors_of(0, 2, size=model.config.hidden_size)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -185,6 +194,8 @@ class Player:
         if self.llm.config.hidden_layers and rng.random() < 0.4:
             wishes["hidden_states"] = rng.choice([[-1], [0, 2], [2, -1]])
             wishes["prompt_hidden_states"] = rng.random() < 0.6
+        if self.llm.steerings and rng.random() < 0.3:
+            wishes["steering"] = (STEERING, rng.choice([0.5, -1.0]))
         if scored:
             return SamplingParams(max_tokens=0, **wishes)
         if rng.random() < 0.5:
@@ -289,6 +300,12 @@ class Checker:
 
     def check(self, requests: list[Request]) -> None:
         """Check all that came of the requests."""
+        for steering in {request.params.steering for request in requests}:
+            alike = [request for request in requests if request.params.steering == steering]
+            with nullcontext() if steering is None else hooked(self.model, vectors_for(self.model), steering[1]):
+                self._check(alike)
+
+    def _check(self, requests: list[Request]) -> None:
         pairs = [(request, index) for request in requests for index in range(len(request.samples))]
         texts = [request.prompt + request.samples[index].tokens for request, index in pairs]
         for (request, index), (rows, whole) in zip(pairs, self.logits_behind(texts), strict=True):
@@ -324,6 +341,7 @@ class Checker:
             theirs = rows.log_softmax(dim=1)[range(len(rows)), sample.tokens].tolist()
             assert ours == pytest.approx(theirs, abs=TOLERANCE), f"sample {index}"
 
+    @torch.inference_mode()
     def _check_hidden_states(self, request: Request, index: int) -> None:
         """Those of an aborted request may lack some. Of a text that has become a long one, all tokens are long."""
         params = request.params
@@ -405,8 +423,10 @@ class Arena:
     @functools.cached_property
     def alone(self) -> LLM:
         """An engine that computes each request's tokens one by one, and has room."""
-        options = {**self.options(max(self.least_tokens, 16)), "hidden_state_layers": (0, 2, -1)}
-        return self.make_llm(self.folder, **options, num_kvcache_blocks=100, deterministic=True)
+        options = {**self.options(max(self.least_tokens, 16)), "hidden_state_layers": (0, 2, -1), "max_steerings": 1}
+        llm = self.make_llm(self.folder, **options, num_kvcache_blocks=100, deterministic=True)
+        llm.load_steering(STEERING, vectors_for(self.model))
+        return llm
 
     @property
     def least_tokens(self) -> int:
@@ -486,10 +506,14 @@ def open_engine(
         "max_num_batched_tokens": max(least, rng.choice([7, 16, 30, rng.randint(8, 100), 100])),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
         "hidden_state_layers": rng.choice([(), (0, 2, -1)]),
+        "max_steerings": rng.choice([0, 2]),
     }
     options = {**stage.options(block_size), **drawn, **drafting, **options}
     print(f"engine: {options}, {has_foresight=}, {nodes_collide=}, {slots_of_a_row=}")
-    return LLM(stage.folder, **options)
+    llm = LLM(stage.folder, **options)
+    if llm.config.max_steerings:
+        llm.load_steering(STEERING, vectors_for(stage.model))
+    return llm
 
 
 def assert_nothing_is_held(llm: LLM) -> None:

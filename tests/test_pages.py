@@ -70,6 +70,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "reasoning.md": ["beggar, tread", " 33"],
     "speculation.md": [some_were_guessed, " guesses held", " of "],
     "logits-processors.md": ["go sit and weep. O ", "[70, 70, 70, 70]"],
+    "steering.md": ["{'calm': (2, 4)}"],
     "structured-outputs.md": ["'age': ", "is no JSON\nstop {'says': 'Good morrow'}", "True True ab"],
     "training.md": [" 2\n", learns, "3\n", twice_the_same, one_number_twice],
     "what-holds.md": ["True True\n", "temperature=-1: must be"],

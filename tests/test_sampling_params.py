@@ -46,6 +46,7 @@ EVERYTHING: dict[str, Any] = {
     "thinking_token_budget": 7,
     "logits_processors": (ban_newest,),
     "extra_args": {"target": 5},
+    "steering": ("mine", 0.5),
     "adapter": "mine",
 }
 

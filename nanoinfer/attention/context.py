@@ -13,6 +13,7 @@ from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.delta.chunks import Chunks
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
+from nanoinfer.kernels.steering import SteeredTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +126,7 @@ class Context:
     guesses: Guesses | None = None  # among the tokens of a decode step
     types: Tensor | None = None  # [tokens] int32, 1 in the second text of a pair, for an encoder; None: 0 everywhere
     adapters: AdapterRows | None = None  # those that the tokens name; None: no token names one
+    steering: SteeredTokens | None = None  # which vectors are added to the tokens' hidden states; None: none are
     rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 

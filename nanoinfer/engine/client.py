@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
+from nanoinfer.engine.steerings import Steerings
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.adapters.low_rank import Adapter
@@ -142,6 +143,7 @@ class EngineClient(ABC):
     memory: MemoryPlan
     updater: Updater
     adapters: Adapters
+    steerings: Steerings
 
     def __init__(self) -> None:
         self.on_step: Callable[[StepResult], None] | None = None

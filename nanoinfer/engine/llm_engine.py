@@ -26,6 +26,7 @@ from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
+from nanoinfer.engine.steerings import RankSteerings
 from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.media.spans import MediaPrompt
@@ -42,6 +43,7 @@ class LLMEngine(EngineClient):
 
     updater: RankUpdater
     adapters: RankAdapters
+    steerings: RankSteerings
 
     def __init__(self, config: Config, workers: Workers | None = None) -> None:
         """workers: the processes of the other ranks, if these have started already"""
@@ -55,6 +57,7 @@ class LLMEngine(EngineClient):
         self.matchers = Matchers()
         self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
         self.adapters = RankAdapters(self.ranks, self.scheduler, config.max_adapters)
+        self.steerings = RankSteerings(self.ranks, config.max_steerings)
         self.sleeper = Sleeper(self.ranks.call, self.asleep)
         self.in_flight: deque[InFlight] = deque()
         self.num_requests = 0  # that have been added so far, ended ones included
@@ -110,6 +113,7 @@ class LLMEngine(EngineClient):
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
                 seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)
+            seq.steering = self.steerings.named(params.steering)
             seq.hidden_states = hidden_states_for(params, len(prompt), self.config)
             seqs.append(seq)
             self.scheduler.add(seq)
@@ -225,6 +229,7 @@ class LLMEngine(EngineClient):
                 self.scheduler.reset_prefix_cache()
                 self.updater.drop()
                 self.adapters.drop()
+                self.steerings.drop()
             fault = self.sleeper.sleep(keep_weights)
         if fault is not None:
             raise RuntimeError(fault)

@@ -149,6 +149,8 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message.next_tokens = seq.token_ids[chunk.end : chunk.end + MOST_GUESSES]
     message.adapter = seq.adapter
     message.text_lens = seq.text_lens
+    if (steering := seq.steering) is not None:
+        message.steering = steering.slot, steering.strength
     if (first := chunk.hidden_from) is not None:
         message.hidden_from = first - chunk.start
     if seq.media is not None:

@@ -16,6 +16,7 @@ from nanoinfer.engine.prefixes.prefix_tree import NONE, Node
 from nanoinfer.engine.results.hidden_states import HiddenStates
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
+from nanoinfer.runner.message import Steered
 from nanoinfer.sampling_params import SamplingParams
 
 Vector = npt.NDArray[np.floating[Any]]
@@ -80,6 +81,7 @@ class Sequence:
         "slot",
         "started_at",
         "status",
+        "steering",
         "stop_ids",
         "stop_reason",
         "temperature",
@@ -130,6 +132,7 @@ class Sequence:
         self.pooled: Vector | None = None
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
         self.hidden_states: HiddenStates | None = None  # None: the request did not ask
+        self.steering: Steered | None = None  # None: its hidden states are the model's own
         self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -160,10 +163,15 @@ class Sequence:
         return len(self.token_ids)
 
     def content(self, start: int, end: int) -> bytes:
-        """Return tokens `start` to `end` as bytes; placeholders of other images differ, and texts of other salts."""
+        """Return tokens `start` to `end` as bytes; placeholders of other images differ, and texts of other salts.
+
+        So do texts of other steerings.
+        """
         tokens = self.token_ids[start:end].tobytes()
         if start == 0 and (salt := self.params.cache_salt) is not None:
             tokens += sha256(salt.encode(errors="surrogatepass")).digest()  # so that no salt looks like an image
+        if start == 0 and self.steering is not None:
+            tokens += sha256(f"steering {self.steering[1:]}".encode()).digest()
         return tokens if self.media is None else tokens + self.media.content(start, end)
 
     @property

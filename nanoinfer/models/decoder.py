@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
+from nanoinfer.kernels.steering import SteeredTokens
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.head_transform import TransformBeforeHead
@@ -116,13 +117,25 @@ class Decoder(CausalLM):
         x, residual = self.inputs(token_ids, context), None
         deep = [] if context.media is None else context.media.deep
         for number, layer in enumerate(self.pass_over(self.layers)):
+            if context.steering is not None:
+                self._steer(context.steering, number, x if residual is None else residual)
             x, residual = layer(x, residual, context)
             if number < len(deep):
                 assert context.media is not None
                 residual.index_add_(0, context.media.places, deep[number], alpha=1 / self.inputs.residual_scale)
         x = self.joint(x, residual)[0]
+        if context.steering is not None:
+            context.steering.add(x, len(self.layers))
         self.joint.keep(x)
         return x if self.result_projection is None else self.result_projection.beside(context.adapters).product(x)
+
+    def _steer(self, steering: SteeredTokens, number: int, stream: Tensor) -> None:
+        """Add vectors to the stream that a layer's first joint is about to complete, so that they are in its sum."""
+        joint = self.layers[number].first_joint
+        assert isinstance(joint, Joint)
+        if number > 0 or self.tp.rank == 0 or not joint.sums:  # else another rank's part of the embeddings has them
+            scale = None if joint.pre_norm is None else joint.pre_norm.stream_scale
+            steering.add(stream, number, self.inputs.residual_scale, scale)
 
     def keep_hidden_states(self, slots: Mapping[int, Tensor]) -> None:
         """Copy hidden states of some numbers into slots, as CausalLM says."""

@@ -37,6 +37,7 @@ from nanoinfer.requests.tasks.tasks import Tasks
 from nanoinfer.requests.text.texts import TextTokenizer
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.start.voice import name_hardware
+from nanoinfer.runner.steering import Vectors
 from nanoinfer.weights.adapters.config import AdapterConfig
 from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.source import AdapterSource
@@ -294,6 +295,14 @@ class Replica:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter, of which no tasks are left."""
         self.engine.adapters.unload(name)
+
+    def load_steering(self, name: str, vectors: Vectors) -> None:
+        """Load vectors, which fit the model."""
+        self.engine.steerings.load(name, vectors)
+
+    def unload_steering(self, name: str) -> None:
+        """Forget vectors, of which no tasks are left."""
+        self.engine.steerings.unload(name)
 
     def _preparing(self, in_flight: InFlightPolicy, adapter: str | None = None) -> Callable[[], None]:
         """Return the function that prepares tasks for new weights."""

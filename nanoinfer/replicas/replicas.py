@@ -24,6 +24,7 @@ from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.adapters import ReplicaAdapters
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
+from nanoinfer.replicas.steerings import ReplicaSteerings
 from nanoinfer.replicas.transports.process import ReplicaProcess, Transport
 from nanoinfer.replicas.transports.spawned import Spawning
 from nanoinfer.replicas.updater import ReplicaUpdater
@@ -55,6 +56,7 @@ class Replicas(EngineClient):
     hardware: str
     updater: ReplicaUpdater
     adapters: ReplicaAdapters
+    steerings: ReplicaSteerings
     _config: Config
 
     def __init__(self, config: Config) -> None:
@@ -62,6 +64,7 @@ class Replicas(EngineClient):
         super().__init__()
         self.updater = ReplicaUpdater(self)
         self.adapters = ReplicaAdapters(self, config.max_adapters, config.restart_replicas)
+        self.steerings = ReplicaSteerings(self, config.max_steerings)
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
@@ -230,6 +233,7 @@ class Replicas(EngineClient):
         if index in self._processes:
             self._processes[index].is_ready = True
             self.adapters.restore_on(index)
+            self.steerings.restore_on(index)
             self._events.append((index, Change.JOINED))
 
     @contextmanager
@@ -347,6 +351,7 @@ class Replicas(EngineClient):
             if not keep_weights:
                 self.updater.drop()
                 self.adapters.drop()
+                self.steerings.drop()
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Restore what the tags name. Raises RuntimeError as LLMEngine.wake_up does."""

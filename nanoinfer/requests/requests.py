@@ -142,6 +142,11 @@ class Requests:
 
         return prepare
 
+    def of_steering(self, name: str) -> list[Request]:
+        """Return the requests of a steering that have not ended."""
+        all_running = self._running.values()
+        return [request for request in all_running if (request.prompt.params.steering or ("",))[0] == name]
+
     def of_adapter(self, name: str) -> list[Request]:
         """Return the requests of an adapter that have not ended."""
         return [request for request in self._running.values() if request.prompt.params.adapter == name]

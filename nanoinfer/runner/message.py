@@ -41,6 +41,14 @@ class Transfers:
         return len(self.restored) + sum(len(slots) for slots, _ in self.restored_states)
 
 
+class Steered(NamedTuple):
+    """The steering of a sequence: its slot, a number that nothing else has had there, and its strength."""
+
+    slot: int
+    number: int
+    strength: float
+
+
 @dataclass(slots=True)
 class ChunkStates:
     """The slots that a chunk uses, if the model's layers have states."""
@@ -67,6 +75,7 @@ class ChunkMessage:
     adapter: int = -1  # its slot; -1: none
     read: Read | None = None  # what the chunk gives of a text that is read; None: nothing
     text_lens: list[int] | None = None  # of several whole texts that the chunk consists of; None: it is of one
+    steering: tuple[int, float] | None = None  # its slot and strength; None: it has none
     hidden_from: int | None = None  # the host gets hidden states from this one of its tokens on; None: of none
 
     @property

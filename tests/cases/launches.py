@@ -75,6 +75,7 @@ from nanoinfer.kernels.sampling.masks import apply_masks_triton
 from nanoinfer.kernels.sampling.penalties import penalize_triton
 from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
 from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, inputs_length, ring_length
+from nanoinfer.kernels.steering import steer_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
@@ -420,6 +421,12 @@ def normalise(size: int, dtype: torch.dtype, centred: bool = False) -> None:
     norm_add_norm(x, x, norm, norm)
 
 
+def steer(dtype: torch.dtype) -> None:
+    stream, scale = empty(300, 4096, dtype=dtype), empty(1, dtype=dtype)
+    for own in (None, scale):
+        steer_triton(stream, stream[:4], numbers(4), numbers(300), empty(300, dtype=FP32), 1.0, own)
+
+
 def sample(rows: int, dtype: torch.dtype) -> None:
     logits, settings = empty(rows, VOCABULARY, dtype=dtype), [empty(rows) for _ in range(3)]
     cutoff = find_cutoff(logits, settings[0], numbers(rows), *settings[1:])
@@ -678,6 +685,7 @@ def of_the_rest() -> Iterator[Launch]:
     yield Launch("xIELU", lambda: xielu(empty(300, 8192, dtype=BF16), empty(4, dtype=FP32)))
     for dtype in (BF16, FP32):
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype))
+        yield Launch(f"steering in {dtype}", partial(steer, dtype))
     yield Launch("a row of Qwen3-0.6B", partial(launch_row, BF16))
 
 

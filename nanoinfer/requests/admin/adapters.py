@@ -149,11 +149,13 @@ class LoadsAdapters(Door):
             raise
 
     def _check_adapters(self, settings: Iterable[SamplingParams]) -> None:
-        """Raise ValueError for prompts' settings whose adapter is not loaded."""
+        """Raise ValueError for prompts' settings whose adapter is not loaded, or their steering."""
         with self._door("open"):
             for params in settings:
                 if params.adapter is not None:
                     self.engine.adapters.check_is_loaded(params.adapter)
+                if params.steering is not None:
+                    self.engine.steerings.check_is_loaded(params.steering[0])
 
 
 def _check_name(name: object) -> str:

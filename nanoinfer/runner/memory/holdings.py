@@ -27,6 +27,7 @@ from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
+from nanoinfer.runner.steering import SteeringSlots
 from nanoinfer.runner.streaming.choice import choose_layers, hint, host_lacks
 from nanoinfer.runner.streaming.layer_memory import LayerMemory, count_layers
 from nanoinfer.runner.streaming.plan import NOTHING, LayerSizes
@@ -47,6 +48,7 @@ class Holdings:
     routing: where there is a host, if outputs are to have the experts
     batch_processors: classes that change the logits of all rows; None: the LLM has none
     hidden_states: likewise, if outputs may have some
+    steering: the vectors that requests may name; None: the LLM has no room for any
     draft: this rank's share of the draft; None: there is none
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -76,6 +78,7 @@ class Holdings:
         self.media: MediaEmbeddings | None = None
         self.routing: ExpertChoices | None = None
         self.hidden_states: HiddenStateSlots | None = None
+        self.steering: SteeringSlots | None = None
         self.stream: LayerStream | None = None
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         guesses = 0 if config.speculation is None else config.max_guesses
@@ -101,6 +104,8 @@ class Holdings:
             self.routing = ExpertChoices(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         if config.hidden_layers:
             self._keep_hidden_states()
+        if config.max_steerings:
+            self._put_steering()
         return WeightWriter(self.model, self.tower, self._tp, self._device, self.stream)
 
     def _build_model(self) -> None:
@@ -168,6 +173,14 @@ class Holdings:
             self.adapters = AdapterSlots(self.model, self._config, self._tp, self._device)
         self.model_bytes += self.adapters.num_bytes
 
+    def _put_steering(self) -> None:
+        """Make slots for steering vectors, which sleep keeps or gives back as it does weights."""
+        config, model = self._config, self._config.description
+        how = config.max_steerings, model.hidden_size, config.torch_dtype, self._device
+        with nullcontext() if self._lender is None else self._lender.for_weights():
+            self.steering = SteeringSlots(model.last_hidden_layer + 1, *how)
+        self.model_bytes += self.steering.num_bytes
+
     def _keep_hidden_states(self) -> None:
         """Let the model keep hidden states, in slots which sleep gives back as it does weights."""
         config = self._config
@@ -230,7 +243,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = self.hidden_states = self.media = self.tower = self.adapters = None
+            self.routing = self.hidden_states = self.steering = self.media = self.tower = self.adapters = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
             self._close_stream()
@@ -284,7 +297,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.hidden_states = self.media = self.tower = self.adapters = self.draft = None
+        self.routing = self.hidden_states = self.steering = self.media = self.tower = self.adapters = self.draft = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         self._close_stream()

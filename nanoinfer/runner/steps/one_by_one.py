@@ -55,7 +55,7 @@ class OneByOne(Steps):
             states = chunk.states
             for position, token_id in enumerate(chunk.token_ids, chunk.start):
                 row = None if states is None else self._begin(states, position, is_first=position == chunk.start)
-                where = chunk.block_tables, chunk.is_long, chunk.adapter
+                where = chunk.block_tables, chunk.is_long, chunk.adapter, chunk.steering
                 hidden.append(self._run_token(token_id, position, *where, row, *next(seen)))
                 if states is not None and (snapshot := states.snapshots.get(position + 1)) is not None:
                     self.holdings.states.copy(torch.tensor([[states.slot], [snapshot]]))
@@ -69,7 +69,11 @@ class OneByOne(Steps):
         ]
         are_long = map(self._is_long, positions)
         slots = [-1] * len(tokens) if adapters is None else adapters.tolist()
-        where = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, strict=True)
+        steered: list[tuple[int, float] | None] = [None] * len(tokens)
+        if (named := context.steering) is not None:
+            steered = list(zip(named.slots.tolist(), named.strengths.tolist(), strict=True))
+        of_rows = map(list, zip(*tables, strict=True))
+        where = zip(tokens, positions, of_rows, are_long, slots, steered, strict=True)
         rows = None if context.states is None else context.states.rows
         if rows is None:
             return torch.cat(
@@ -92,6 +96,7 @@ class OneByOne(Steps):
         block_tables: list[list[int]],
         is_long: bool,
         adapter: int,
+        steering: tuple[int, float] | None,
         states: StateRows | None,
         rotary: Tensor,
         media: MediaContext | None,
@@ -106,6 +111,9 @@ class OneByOne(Steps):
         inputs.context.rotary_rows, inputs.context.media = rotary, media
         if states is not None:
             inputs.context.states = StateContext(self.holdings.states.layers, states)
+        if self.steering is not None:
+            chunk.steering = steering
+            inputs.context.steering = self.steering.of_chunks([chunk])
         hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
         kept = super().kept(1)
         self._kept.append(kept if kept.hidden is None else kept._replace(hidden=kept.hidden.clone()))

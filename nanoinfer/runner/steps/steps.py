@@ -24,6 +24,7 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.steering import SteeringColumns
 from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.kept import Kept
 from nanoinfer.runner.steps.kinds import DecodeKind
@@ -52,9 +53,8 @@ class Steps:
         self.max_blocks = [TABLE_STEP * -(-config.max_model_len // (group.block_size * TABLE_STEP)) for group in groups]
         self.sampler = Sampler(self.model.first_id, tp)
         self._row_decoder: RowDecoder | None = None
-        if (
-            holdings.stream is None and not config.hidden_layers
-        ):  # one launch of all layers shows none, and waits for none
+        # One launch of all layers shows none, changes none, and waits for none.
+        if holdings.stream is None and not (config.hidden_layers or config.max_steerings):
             self._row_decoder = RowDecoder.of(self.model, config.description, self.kv_cache.layers, backend)
         prefixes = None
         if config.shares_prefixes:
@@ -85,6 +85,7 @@ class Steps:
             classes=holdings.batch_processors,
         )
         self.batch.table.add(self.logits_processors)
+        self.steering = None if holdings.steering is None else SteeringColumns(holdings.steering, self.batch.table)
 
     @property
     def model(self) -> CausalLM:
@@ -117,6 +118,8 @@ class Steps:
         if message.media is not None:
             assert self.holdings.media is not None
             prompts.context.media = self.holdings.media.gather(message.media, message.chunks)
+        if self.steering is not None:
+            prompts.context.steering = self.steering.of_chunks(message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         if self.verifier is not None:
             self.verifier.proposer.see_prompts(prompts, message.chunks, hidden)
@@ -136,6 +139,8 @@ class Steps:
             return Launched(slice(message.num_rows, message.num_rows), self.logits[:0], extras)
         logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
         rows = self.batch.join(prompts)  # first: the table counts them, and so forgets what an interrupt leaves of them
+        if self.steering is not None:
+            self.steering.join(rows, message)
         if self.verifier is not None:
             self.verifier.proposer.see_joining(rows, prompts, hidden)
         for row, join in enumerate(message.joins, rows.start):
@@ -150,7 +155,7 @@ class Steps:
         if kind.guesses == 0:
             own = batch.columns.at(slice(num_rows))
             tokens, positions = batch.last_tokens[:num_rows], batch.positions[:num_rows]
-            hidden = self._decode(tokens, positions, own, kind, max_context_len)
+            hidden = self._decode(tokens, positions, own, slice(num_rows), kind, max_context_len)
             if verifier is not None:
                 verifier.proposer.see_rows(hidden)
             return
@@ -159,11 +164,11 @@ class Steps:
         tokens, positions, own = places.tokens, places.positions, batch.gather(places.row_of)
         if not verifier.skips_empty:
             told = verifier.guessed(places, None), verifier.tell(places)
-            hidden = self._decode(tokens, positions, own, kind, max_context_len, *told)
+            hidden = self._decode(tokens, positions, own, places.row_of, kind, max_context_len, *told)
             verifier.proposer.see_places(places, hidden, None)
         elif len(filled := (positions >= 0).nonzero()[:, 0]):
-            packed, guessed = (tokens[filled], positions[filled], own.at(filled)), verifier.guessed(places, filled)
-            hidden = self._decode(*packed, kind, max_context_len, guessed)
+            packed = tokens[filled], positions[filled], own.at(filled), places.row_of[filled]
+            hidden = self._decode(*packed, kind, max_context_len, verifier.guessed(places, filled))
             if filled[-1] >= len(filled):  # a row is empty: the logits of the later ones stand too early
                 self.logits[filled] = self.logits[: len(filled)].clone()
             verifier.proposer.see_places(places, hidden, filled)
@@ -173,6 +178,7 @@ class Steps:
         token_ids: Tensor,
         positions: Tensor,
         own: RowColumns,
+        rows: slice | Tensor,
         kind: DecodeKind,
         max_context_len: int,
         guessed: GuessedRows | None = None,
@@ -180,12 +186,15 @@ class Steps:
     ) -> Tensor:
         """Compute the logits behind a token each of rows, or of places; returns the hidden states.
 
-        own: what they have of their rows; guessed, guesses: of a verifying step, the latter for backends
+        own: what they have of their rows; rows: these, the first ones or one for each place
+        guessed, guesses: of a verifying step, the latter for backends
         """
         context = self.batch.context(positions, own, self.kv_cache, max_context_len)
         if self.states is not None:
             context.states = self.batch.state_context(positions, self.states, guessed)
         context.guesses, context.prefixes = guesses, self.batch.prefixes if kind.shares else None
+        if self.steering is not None:
+            context.steering = self.steering.of_rows(rows)
         adapters = own.adapters if kind.has_adapters else None
         hidden = self._run_rows(token_ids, context, adapters)
         self._logits(hidden, adapters, self.logits[: len(token_ids)])
