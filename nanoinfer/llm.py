@@ -16,6 +16,7 @@ from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.admin.adapters import GivenLora
 from nanoinfer.requests.admin.memory import SleepMode
+from nanoinfer.requests.admin.prefixes import KeepsPrefixes
 from nanoinfer.requests.admin.steering import LoadsSteerings
 from nanoinfer.requests.admin.weights import ChangesWeights
 from nanoinfer.requests.beam_search import SearchesBeams
@@ -42,6 +43,7 @@ class LLM(
     TokenizesTexts,
     ChangesWeights,
     LoadsSteerings,
+    KeepsPrefixes,
     SleepMode,
 ):
     """A Hugging Face language model, ready to generate.

@@ -185,6 +185,10 @@ class EngineClient(ABC):
         """Let no later request share what has been computed so far."""
 
     @abstractmethod
+    def load_prefix(self, folder: str) -> int:
+        """Let later requests find what a folder holds; returns how many tokens. Raises as StoredPrefixes does."""
+
+    @abstractmethod
     def sleep(self, keep_weights: bool) -> None:
         """Offload the memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
 

@@ -14,6 +14,7 @@ from nanoinfer.engine.assembly import make_row_map, make_scheduler
 from nanoinfer.engine.client import EngineClient
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.media import MediaFeed, media_of
+from nanoinfer.engine.prefixes.stored_prefixes import StoredPrefixes
 from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
@@ -58,6 +59,7 @@ class LLMEngine(EngineClient):
         self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
         self.adapters = RankAdapters(self.ranks, self.scheduler, config.max_adapters)
         self.steerings = RankSteerings(self.ranks, config.max_steerings)
+        self._stored = StoredPrefixes(config, self.ranks, self.scheduler.block_manager)
         self.sleeper = Sleeper(self.ranks.call, self.asleep)
         self.in_flight: deque[InFlight] = deque()
         self.num_requests = 0  # that have been added so far, ended ones included
@@ -218,6 +220,16 @@ class LLMEngine(EngineClient):
         """Let no later request share what has been computed so far."""
         self.ranks.record("reset_prefix_cache")
         self.scheduler.reset_prefix_cache()
+
+    def save_prefix(self, token_ids: list[int], folder: str) -> int:
+        """Write what the prefix cache holds of a prompt, as StoredPrefixes does, while no request runs."""
+        self.drain()
+        return self._stored.save(token_ids, folder)
+
+    def load_prefix(self, folder: str) -> int:
+        """Let later requests find what a folder holds, as StoredPrefixes does, while no request runs."""
+        self.drain()
+        return self._stored.load(folder)
 
     def sleep(self, keep_weights: bool) -> None:
         """Offload the ranks' memory, while no request runs. Raises RuntimeError if kept weights have no room."""

@@ -337,6 +337,13 @@ class Replicas(EngineClient):
         """Let no later request share what has been computed so far."""
         self.tell_all("reset_prefix_cache")
 
+    def load_prefix(self, folder: str) -> int:
+        """Let all replicas load a prefix, and those that start again do without."""
+        self.wait_for_one()
+        with self.without_newcomers():
+            counts: list[int] = self.call("load_prefix", folder)
+        return max(counts, default=0)
+
     def sleep(self, keep_weights: bool) -> None:
         """Offload the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
         self.end_starting()

@@ -36,6 +36,7 @@ from nanoinfer.runner.memory.plan import (
     plan_memory,
     shorten_on_cpu,
 )
+from nanoinfer.runner.memory.prefix_files import PrefixFiles
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.start.compiling import compile_steps
 from nanoinfer.runner.start.cpu_threads import choose_threads, share_threads
@@ -123,6 +124,7 @@ class ModelRunner:
             read_triton().join()
         shape = max(config.max_num_seqs, most_tokens(self.verify_sizes)), self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
+        self.prefix_files = PrefixFiles(self.holdings, self.tp, self.device)
         if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
             sizes = {*graph_batch_sizes(config.max_num_seqs), *map(sum, self.verify_sizes)}
             self.holdings.model.fix_order(sorted(sizes), config.max_num_batched_tokens)
@@ -362,7 +364,7 @@ class ModelRunner:
             self.host_blocks.close()
         if (holdings := self.__dict__.pop("holdings", None)) is not None:
             holdings.close()
-        for name in ("graphs", "steps", "logits", "backend"):
+        for name in ("graphs", "steps", "logits", "backend", "prefix_files"):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

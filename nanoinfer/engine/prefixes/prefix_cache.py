@@ -223,6 +223,12 @@ class PrefixCache:
         if self._tier is not None:
             self._tier.note_filled(attached[num_known:])
 
+    def make_path(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the nodes of a sequence's first tokens, before `record`: those behind all windows have no blocks."""
+        node = self.tree.root(seq.adapter, seq.is_long)
+        for begin in range(0, num_tokens, self._size):
+            node = self._child(node, seq, begin, begin + self._size)
+
     def forget_all(self, seqs: Iterable[Sequence]) -> None:
         """Let no later sequence share what has been computed so far.
 

@@ -204,6 +204,10 @@ class StateSlots:
         for node in list(self._snapshots):
             self.drop(node)
 
+    def hang(self, node: Node) -> int:
+        """Return a slot for a snapshot of the states behind a node that no step computes; NONE: there is none."""
+        return self._hang(node, self.num_slots)
+
     def _hang(self, node: Node, most: int) -> int:
         """Return a slot for a snapshot of the states behind a node; NONE: it has one, or there is no slot.
 
