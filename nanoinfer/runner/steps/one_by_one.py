@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from nanoinfer.runner.message import ChunkMessage, ChunkStates, StepMessage
 from nanoinfer.runner.steps.kept import Kept
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
+
+# A token's id and position, its row's block tables, whether the row is long, its adapter and its steering.
+Place: TypeAlias = tuple[int, int, list[list[int]], bool, int, tuple[int, float] | None]
 
 
 class OneByOne(Steps):
@@ -73,7 +77,7 @@ class OneByOne(Steps):
         if (named := context.steering) is not None:
             steered = list(zip(named.slots.tolist(), named.strengths.tolist(), strict=True))
         of_rows = map(list, zip(*tables, strict=True))
-        where = zip(tokens, positions, of_rows, are_long, slots, steered, strict=True)
+        where: Iterator[Place] = zip(tokens, positions, of_rows, are_long, slots, steered, strict=True)
         rows = None if context.states is None else context.states.rows
         if rows is None:
             return torch.cat(
