@@ -924,7 +924,7 @@ def test_states_fill_several_slots_as_one_run_of_bytes(device: str, dtype: torch
         for part in states.parts(slot):
             part.random_(256)
     before = [[part.clone() for part in states.parts(slot)] for slot in range(4)]
-    assert sum(len(part) for part in before[0]) == spec.slot_bytes
+    assert sum(part.numel() for part in before[0]) == spec.slot_bytes
     count = -(-spec.slot_bytes // (cache.memory[:, 0].nbytes))
     assert count > 3
     slots = list(range(3 * count + 1))[::-1]

@@ -28,20 +28,27 @@ def copy_block(target: Tensor, source: Tensor) -> None:
     call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
 
-def pair_parts(vectors: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut vectors and blocks, each read as one run of bytes, where either ends; yields the parts at equal places.
+def pair_parts(parts: Iterable[Tensor], blocks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut parts and blocks, each read as one run of bytes, where either ends; yields pieces at equal places.
 
-    vectors: uint8; blocks: contiguous, of any dtype, with as many bytes at least
+    parts: [slices, bytes of a slice] uint8, these side by side; blocks: contiguous, of any dtype, with as many bytes at
+        least
+    Pieces are [slices, bytes] uint8, as copy_block takes them.
     """
     rest = torch.empty(0, dtype=torch.uint8)
     others = iter(blocks)
-    for vector in vectors:
-        while len(vector):
+    for part in parts:
+        slices, size = part.shape
+        place, end = 0, slices * size
+        while place < end:
             if not len(rest):
                 rest = next(others).view(-1).view(torch.uint8)
-            size = min(len(vector), len(rest))
-            yield vector[:size], rest[:size]
-            vector, rest = vector[size:], rest[size:]
+            number, begun = divmod(place, size)
+            count = 0 if begun else min(len(rest) // size, slices - number)  # so many slices are whole
+            taken = count * size or min(len(rest), size - begun)
+            piece = part[number : number + count] if count else part[number : number + 1, begun : begun + taken]
+            yield piece, rest[:taken].view(piece.shape)
+            place, rest = place + taken, rest[taken:]
 
 
 class _End(ctypes.Structure):

@@ -92,14 +92,14 @@ class HostBlocks:
             copy_block(kv_cache.memory[:, block_id], self._slot(slot))
         for slots, state in transfers.restored_states:
             for part, own in pair_parts(states.parts(state), map(self._slot, slots)):
-                part.copy_(own, non_blocking=True)
+                copy_block(part, own)
 
     def _save(self, kv_cache: KVCache, states: StatePool, transfers: Transfers) -> None:
         for block_id, slot in transfers.saved:
             copy_block(self._slot(slot), kv_cache.memory[:, block_id])
         for state, slots in transfers.saved_states:
             for part, own in pair_parts(states.parts(state), map(self._slot, slots)):
-                own.copy_(part, non_blocking=True)
+                copy_block(own, part)
 
     def _slot(self, slot: int) -> Tensor:
         """Return a slot's memory. If it is not there yet, rank 0 was faster: wait for the thread."""

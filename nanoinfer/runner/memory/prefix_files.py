@@ -60,7 +60,8 @@ class PrefixFiles:
             own.copy_(memory[:, block])
         tensors = {"blocks": held}
         if slot != NO_SLOT:
-            tensors["states"] = torch.cat(self._holdings.states.parts(slot)).cpu()
+            parts = self._holdings.states.parts(slot)
+            tensors["states"] = torch.cat([part.flatten() for part in parts]).cpu()
         file = self._file(part)
         save_file(tensors, file, {"weights": self._weights()})
         _sync(file)
@@ -89,9 +90,9 @@ class PrefixFiles:
                 uploads.finish()
                 if slot != NO_SLOT:
                     parts = self._holdings.states.parts(slot)
-                    states = opened.get_tensor("states").split([len(part) for part in parts])
+                    states = opened.get_tensor("states").split([part.numel() for part in parts])
                     for part, own in zip(parts, states, strict=True):
-                        part.copy_(own)
+                        part.copy_(own.view(part.shape))
 
         return self._agreed(read)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,30 +18,39 @@ BOUNDARY_BYTES = 4  # int32
 class StatePool:
     """A number of slots, each with the states of one sequence in all layers.
 
+    Layers whose states are alike have one tensor of each kind, [layers, slots, ...], so that a slot is copied at once.
+
     layers: see StateContext
     boundaries: [slots] int32, the positions at which the matrices of all layers stand
     """
 
-    def __init__(self, layers: dict[int, LayerStates], boundaries: Tensor) -> None:
-        self.layers, self.boundaries = layers, boundaries
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        tensors = [self.boundaries]
-        for inputs, recurrence in self.layers.values():
-            tensors += [inputs, *(recurrence or ())]
-        return tensors
+    def __init__(self, stacks: dict[tuple[int, ...], LayerStates], boundaries: Tensor) -> None:
+        """stacks: for the numbers of layers whose states are alike, the states of all of them"""
+        self.layers = {
+            layer: own for layers, stack in stacks.items() for layer, own in zip(layers, _by_layer(stack), strict=True)
+        }
+        self.boundaries = boundaries
+        self._tensors = [boundaries.view(1, -1, 1)]
+        for inputs, recurrence in stacks.values():
+            self._tensors += [inputs, *(recurrence or ())]
 
     def copy(self, copies: Tensor) -> None:
         """Copy some slots. copies: [2, slots] int64, the slots to copy, and their copies"""
         if copies.numel():
             source, destination = copies
             for numbers in self._tensors:
-                numbers[destination] = numbers[source]
+                numbers[:, destination] = numbers[:, source]
 
     def parts(self, slot: int) -> list[Tensor]:
-        """View what a slot holds, as uint8 vectors; together they have StateSpec.slot_bytes."""
-        return [numbers[slot].view(-1).view(torch.uint8) for numbers in self._tensors]
+        """View what a slot holds, as uint8, [layers, bytes] each; together they have StateSpec.slot_bytes."""
+        return [numbers[:, slot].view(len(numbers), -1).view(torch.uint8) for numbers in self._tensors]
+
+
+def _by_layer(stack: LayerStates) -> Iterator[LayerStates]:
+    """Yield each layer's part of a stack."""
+    for number, inputs in enumerate(stack.inputs):
+        own = stack.recurrence
+        yield LayerStates(inputs, None if own is None else Recurrence(*(numbers[number] for numbers in own)))
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,14 @@ class StateSpec:
     def allocate(self, num_slots: int, device: torch.device) -> StatePool:
         """Allocate slots. Raises ValueError when the memory does not hold them."""
         try:
-            layers = {layer: self._allocate_layer(state, num_slots, device) for layer, state in self.layout.states}
-            return StatePool(layers, torch.zeros(num_slots, dtype=torch.int32, device=device))
+            alike = defaultdict[State, list[int]](list)
+            for layer, state in self.layout.states:
+                alike[state].append(layer)
+            stacks = {
+                tuple(layers): self._allocate((len(layers), num_slots), state, device)
+                for state, layers in alike.items()
+            }
+            return StatePool(stacks, torch.zeros(num_slots, dtype=torch.int32, device=device))
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             size = num_slots * self.slot_bytes / 2**30
             raise ValueError(
@@ -75,15 +92,16 @@ class StateSpec:
                 f" lower max_num_seqs or num_kvcache_blocks: {error}"
             ) from error
 
-    def _allocate_layer(self, state: State, slots: int, device: torch.device) -> LayerStates:
+    def _allocate(self, shape: tuple[int, int], state: State, device: torch.device) -> LayerStates:
+        """shape: how many layers and slots"""
         inputs = torch.zeros(
-            (slots, inputs_length(state.width, self.guesses), state.channels), dtype=self.dtype, device=device
+            (*shape, inputs_length(state.width, self.guesses), state.channels), dtype=self.dtype, device=device
         )
         if state.matrices is None:
             return LayerStates(inputs)
-        own, ring = state.matrices, (slots, ring_length(self.guesses))
+        own, ring = state.matrices, (*shape, ring_length(self.guesses))
         recurrence = Recurrence(
-            torch.zeros((slots, own.heads, own.keys, own.values), dtype=self.state_dtype, device=device),
+            torch.zeros((*shape, own.heads, own.keys, own.values), dtype=self.state_dtype, device=device),
             torch.zeros((*ring, own.key_heads, own.keys), dtype=self.dtype, device=device),
             torch.zeros((*ring, own.heads, own.values), dtype=self.dtype, device=device),
             torch.zeros((*ring, own.heads), dtype=torch.float32, device=device),
