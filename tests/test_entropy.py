@@ -158,4 +158,5 @@ def test_a_captured_step_in_16_bits() -> None:
 def test_graphs_change_nothing(make_llm: Callable[..., LLM], speculation: str | None) -> None:
     assert HAS_CUDA
     graphs, eager = (make_llm(enforce_eager=own, speculation=speculation) for own in (False, True))
-    assert_alike(entropies_of(run(graphs, all_params())), entropies_of(run(eager, all_params())))
+    params = [own for own in all_params() if own.structured_outputs is None]  # forms have graphs of their own
+    assert_alike(entropies_of(run(graphs, params)), entropies_of(run(eager, params)))

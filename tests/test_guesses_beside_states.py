@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,28 @@ PROMPTS = draw_prompts()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[RequestOutput]]]:
-    """Return a function that makes a model of a kind, once, and returns its folder and what comes of the prompts."""
-    known: dict[str, tuple[str, list[RequestOutput]]] = {}
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a function that makes a model of a kind, once, and returns its folder."""
 
+    @cache
+    def make(name: str) -> str:
+        folder, case = tmp_path_factory.mktemp("states"), CASES[name]
+        build(replace(case, settings={**case.settings, "vocab_size": VOCAB}), folder)
+        copy_tokenizer(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def made(folder_of: Callable[[str], str]) -> Callable[[str], tuple[str, list[RequestOutput]]]:
+    """Return a function that returns the folder of a kind's model, and what comes of the prompts without guesses."""
+
+    @cache
     def make(name: str) -> tuple[str, list[RequestOutput]]:
-        if name not in known:
-            folder, case = tmp_path_factory.mktemp("states"), CASES[name]
-            build(replace(case, settings={**case.settings, "vocab_size": VOCAB}), folder)
-            copy_tokenizer(folder)
-            with open_llm(str(folder)) as llm:
-                known[name] = str(folder), run(llm, PROMPTS, PARAMS)
-        return known[name]
+        folder = folder_of(name)
+        with open_llm(folder) as llm:
+            return folder, run(llm, PROMPTS, PARAMS)
 
     return make
 
@@ -137,17 +148,17 @@ def test_bits_are_those_without_if_sums_have_one_order(
     assert list(map(bits_of, outputs)) == list(map(bits_of, wanted))
 
 
-def test_a_draft_model_with_states_is_refused(made: Callable[[str], tuple[str, list[RequestOutput]]]) -> None:
-    folder, _ = made("lfm2")
+def test_a_draft_model_with_states_is_refused(folder_of: Callable[[str], str]) -> None:
+    folder = folder_of("lfm2")
     with pytest.raises(ValueError, match=r"^draft_model=.*: some of its layers keep a state, which a draft model"):
         open_llm(folder, speculation="draft", draft_model=folder)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
-def test_a_gpu_gives_the_same_tokens(name: str, made: Callable[[str], tuple[str, list[RequestOutput]]]) -> None:
+def test_a_gpu_gives_the_same_tokens(name: str, folder_of: Callable[[str], str]) -> None:
     """Rows come and go, so that graphs have empty rows."""
-    folder, _ = made(name)
+    folder = folder_of(name)
     params = [SamplingParams(temperature=0.4 * (i % 3), seed=i, max_tokens=8 + 5 * (i % 17)) for i in range(40)]
     prompts, texts = [PROMPTS[i % 8] for i in range(40)], []
     with open_llm(folder, device="cuda") as llm:

@@ -303,3 +303,17 @@ def test_each_layer_is_there_in_its_turn(family: Callable, make_llm: Callable[..
 def test_values_that_cannot_be(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Config(BUNDLED_MODEL, device="cpu", weight_offload_gib=value)
+
+
+@pytest.mark.parametrize("blocks", [None, 64])
+def test_weights_that_do_not_fit(blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the option and the least that helps, whoever has chosen the size of the KV cache."""
+
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("there is no room left")
+
+    monkeypatch.setattr("nanoinfer.runner.memory.holdings.Holdings._build_model", full)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (GIB, GIB))
+    lines = r"^model: its weights take .* of each GPU, .*or set weight_offload_gib=[\d.]+ or more, or 'auto'"
+    with pytest.raises(ValueError, match=lines):
+        LLM(BUNDLED_MODEL, **OPTIONS, num_kvcache_blocks=blocks)

@@ -23,7 +23,7 @@ from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.plan import rough_step_bytes
-from nanoinfer.runner.memory.room import what_makes_room
+from nanoinfer.runner.memory.room import what_frees_memory
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
@@ -147,7 +147,7 @@ class Holdings:
         streaming = hint(self._config, self.layer_sizes, lacking + rough_step_bytes(self._config))
         return ValueError(
             f"model: its weights take {self.layer_sizes.total / 2**30:,.1f} GiB of each GPU, of which"
-            f" {free / 2**30:,.1f} are free: {what_makes_room(self._config, streaming)}: {error}"
+            f" {free / 2**30:,.1f} are free: {what_frees_memory(self._config, streaming)}: {error}"
         )
 
     def rest(self) -> None:

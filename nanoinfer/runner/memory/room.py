@@ -38,6 +38,11 @@ def what_makes_room(config: Config, streaming: str = "") -> str:
         return f"raise num_kvcache_blocks={config.num_kvcache_blocks}"
     if config.device == "cpu":
         return "set num_kvcache_blocks to more"
+    return what_frees_memory(config, streaming)
+
+
+def what_frees_memory(config: Config, streaming: str) -> str:
+    """Say which options would leave more of a GPU for weights and the KV cache. streaming: as for what_makes_room"""
     parts = []
     share = config.gpu_memory_utilization
     raised = [f"gpu_memory_utilization={share:g}"] if share < 1 else []
