@@ -55,6 +55,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: nf4, down of 300 in torch.bfloat16": 80,
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
+    "_tiles_kernel: q6_k, down of 300 in torch.bfloat16": 24,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
     "_mamba_rows_kernel": 84,  # of 256 numbers a state's input
     "delta_guesses_kernel": 488,
@@ -64,7 +65,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "walk_stretch_kernel: Mamba2 in float32": 748,
 }
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
-    "_go_through_kernel": 1036,
+    "_go_through_kernel": 1284,
     "_look_within_kernel": 348,
     "_look_within_kernel: delta rule of OLMo Hybrid, is_prefill=True": 352,
     "_paged_decode_kernel": 88,
