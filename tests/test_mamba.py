@@ -355,7 +355,7 @@ def test_a_layer_may_have_pages_and_a_state() -> None:
     model = described("falconh1", {"mamba_n_heads": 8, "mamba_d_ssm": 96})
     assert model.has_states
     for ranks, (kv_heads, heads) in {1: (2, 8), 2: (1, 4), 4: (1, 2)}.items():
-        state = State(heads * 12 + 2 * 24, 4, Matrices(2, heads, 24, 12))
+        state = State(heads * 12 + 2 * 24, 4, Matrices(1, heads, 24, 12))
         assert model.memory(ranks) == [(Pages(kv_heads, SHAPE["head_dim"]), state)] * model.num_layers
 
 

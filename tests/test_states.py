@@ -533,6 +533,7 @@ def test_chunks_that_a_start_tries_begin_where_states_are_cut(max_model_len: int
         attention_backend="triton",
         is_in_order=False,
         speculation=None,
+        hidden_layers=(),
     )
     trials = Trials(cast(Config, config), [1], torch.device("cpu"))
     *_, (behind_a_context,), (first,) = [step.chunks for step in trials.largest_prefills()]

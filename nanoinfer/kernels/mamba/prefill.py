@@ -65,17 +65,17 @@ def mamba_chunks_reference(
         tokens = slice(first, min(first + CHUNK, ends[seq + 1]))
         x, b, c = (y.transpose(0, 1) for y in split_channels(xbc[tokens], heads, dim, groups))
         steps, decays = (y.T.unsqueeze(-1) for y in steps_of(dt[tokens], log_decay, dt_bias, limits))
-        total, updates = decays.cumsum(dim=1), steps * x
+        total, updates = decays.double().cumsum(dim=1), steps * x  # in float32, large sums have lost what follows
         last = total[:, -1:]
         later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=xbc.device).triu(1)
-        scores = c @ b.mT * (total - total.mT).masked_fill(later, -torch.inf).exp()
-        answers = scores @ updates + total.exp() * c @ state + skips.float()[:, None, None] * x
+        scores = c @ b.mT * (total - total.mT).masked_fill(later, -torch.inf).exp().float()
+        answers = scores @ updates + total.exp().float() * c @ state + skips.float()[:, None, None] * x
         out[tokens] = answers.transpose(0, 1).to(out.dtype)
         if tokens.stop - first < CHUNK:
-            terms = grouped(xbc[tokens], heads * dim, groups), updates.transpose(0, 1), total[..., 0].T
+            terms = grouped(xbc[tokens], heads * dim, groups), updates.transpose(0, 1), total[..., 0].T.float()
             write_tail(recurrence, final[seq], chunks.end(seq), terms)
         else:
-            state = state * last.exp() + b.mT @ ((last - total).exp() * updates)
+            state = state * last.exp().float() + b.mT @ ((last - total).exp().float() * updates)
         is_last = tokens.stop == ends[seq + 1]
         for slot in (int(chunks.snapshots[chunk]), final[seq] if is_last else -1):
             if slot >= 0:
