@@ -20,7 +20,7 @@ from cases.case import LLAMA3, YARN
 from cases.gguf_files import Types, in_type, plain, write_gguf
 from cases.sparse import EXPERTS
 from cases.tuned import ALPHA, Tuned
-from conftest import greedy
+from conftest import greedy, whole_only
 from safetensors.torch import load_file, save_file
 from test_models import run
 from torch import nn
@@ -387,7 +387,7 @@ def test_types_that_stay_in_their_bits(
     run(llm, model)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, *whole_only([{"deterministic": True}])], ids=str)
 def test_a_matrix_of_two_types(options: dict[str, Any], write: Write, make_llm: MakeLLM) -> None:
     """Queries, keys and values are one matrix here; so are gates and ups. Each keeps its type."""
     kinds = {"attn_v": "Q6_K", "attn_k": "F16", "ffn_down": "Q4_0", "ffn_gate": "Q5_K"}

@@ -305,13 +305,13 @@ class TestHostMemory:
         stems = [random_tokens(250, number) for number in range(3)]
         prompts = [
             random.choice(stems)[: random.randrange(200)] + random_tokens(1 + random.randrange(40), number)
-            for number in range(18)
+            for number in range(15)
         ]
         params = [
             SamplingParams(
                 temperature=0.8, seed=number, n=random.choice([1, 1, 2, 3]), max_tokens=random.randrange(1, 50)
             )
-            for number in range(18)
+            for number in range(15)
         ]
         ended: dict[int, list[list[int]]] = {}
         left = list(zip(prompts, params, strict=True))
