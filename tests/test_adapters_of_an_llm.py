@@ -864,6 +864,7 @@ class TestReplicas:
         replicas = Replicas.__new__(Replicas)
         replicas._processes = {index: Mock(is_ready=False) for index in range(2)}
         replicas._events, replicas.adapters = [], Mock(restore_on=lambda index: signal.raise_signal(signal.SIGINT))
+        replicas.steerings = Mock()
         context = replicas.without_newcomers()
         context.__enter__()
         replicas._newcomers = [0, 1]

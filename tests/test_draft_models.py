@@ -263,7 +263,7 @@ def test_ranks_in_order_must_divide_it(make_qwen3: Callable[..., str]) -> None:
 
 def test_an_llm_that_sees_has_no_draft_model() -> None:
     with pytest.raises(ValueError, match="draft_model='x': must be left out, or images=False set: a draft model sees"):
-        check_speculating("auto", "x", generates=True, has_states=False, sees=True)
+        check_speculating("auto", "x", generates=True, sees=True)
 
 
 def test_auto_takes_a_draft_models_guesses_while_they_pay(

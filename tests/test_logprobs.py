@@ -89,7 +89,7 @@ def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]
     params = sampled(logprobs=size, kept_tokens=True, **in_range)
     logits, histories = torch.randn(count, size) * 2, torch.randint(size, (count, 6)).tolist()
     for row, tokens in enumerate(histories):
-        processors.join(row, wants(params, tokens))
+        processors.join(row, wants(params, tokens), None)
     extras, drawn = Extras(), torch.zeros(count, dtype=torch.int32)
     temperatures, seeds = torch.full((count,), params.temperature), torch.arange(count)
     positions = torch.full((count,), 6, dtype=torch.int32)

@@ -665,7 +665,7 @@ def describe(config):
 
 
 class Counter(CausalLM):
-    first_id, num_ids = 0, 100
+    first_id, num_ids, each_layer = 0, 100, ()
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -676,6 +676,9 @@ class Counter(CausalLM):
     def compute_logits(self, hidden, out=None):
         logits = (hidden == torch.arange(self.num_ids, device=hidden.device)).float()
         return logits if out is None else out.copy_(logits)
+
+    def keep_hidden_states(self, slots):
+        pass
 
     def one_of_each(self):
         return nullcontext()
