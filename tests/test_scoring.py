@@ -282,7 +282,7 @@ class TestScore:
     def test_a_score_is_a_dictionary_of_python_values(self, llm: LLM) -> None:
         (score,) = llm.score(CONTEXT, " window")
         assert type(score) is Score
-        assert score.keys() == {"logprob", "is_greedy", "token_ids", "logprobs"}
+        assert score.keys() == {"logprob", "is_greedy", "token_ids", "logprobs", "hidden_states"}
         assert score["logprob"] is score.logprob
         assert [type(value) for value in score.logprobs] == [LogProb] * len(score.token_ids)
         assert "".join(value.decoded_token for value in score.logprobs) == " window"
