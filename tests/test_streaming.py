@@ -26,7 +26,7 @@ from nanoinfer.runner.streaming.choice import hint
 from nanoinfer.runner.streaming.plan import (
     BUFFERS,
     LayerSizes,
-    Pace,
+    Resources,
     least_gib,
     plan_bytes,
     plan_fastest,
@@ -97,18 +97,18 @@ class TestPlans:
     def test_the_fastest(self) -> None:
         """A model that fits stays. Of one that does not, all layers go where the cache then has room for more rows."""
         sizes = LayerSizes((10,) * 60, 20)
-        pace = Pace(2000, 4, 256, 4, link=50, memory=3000)
-        resident = plan_fastest(sizes, pace)
+        resources = Resources(2000, 4, 256, 4, link=50, memory=3000)
+        resident = plan_fastest(sizes, resources)
         assert resident is not None
         assert resident.layers == ()
-        tight = plan_fastest(sizes, Pace(400, 4, 256, 4, link=50, memory=3000))
+        tight = plan_fastest(sizes, Resources(400, 4, 256, 4, link=50, memory=3000))
         assert tight is not None
         assert len(tight.layers) == 60
-        few = plan_fastest(sizes, Pace(400, 4, 8, 4, link=50, memory=3000))
+        few = plan_fastest(sizes, Resources(400, 4, 8, 4, link=50, memory=3000))
         assert few is not None  # more than eight rows are never there
         assert 3 <= len(few.layers) < 60
         assert few.saved_bytes(sizes) >= sizes.total + 8 * 4 - 400 > few.saved_bytes(sizes) - 10
-        assert plan_fastest(sizes, Pace(30, 4, 8, 4, link=50, memory=3000)) is None
+        assert plan_fastest(sizes, Resources(30, 4, 8, 4, link=50, memory=3000)) is None
 
 
 @pytest.fixture

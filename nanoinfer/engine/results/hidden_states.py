@@ -15,7 +15,7 @@ from nanoinfer.hidden_layers import resolve_layer
 from nanoinfer.sampling_params import SamplingParams
 
 
-class LayerStates(TokenRecord):
+class HiddenStateRecord(TokenRecord):
     """Those of one layer, as bytes: numpy knows no bfloat16."""
 
     __slots__ = ()
@@ -37,7 +37,7 @@ class HiddenStates:
     def __init__(self, layers: Mapping[int, int], size: int, dtype: torch.dtype, first: int) -> None:
         """size: numbers of a token in a layer; first: the position of the first token whose hidden states are kept"""
         self.layers, self.first, self._dtype = layers, first, dtype
-        self._records = {layer: LayerStates(size * dtype.itemsize) for layer in set(layers.values())}
+        self._records = {layer: HiddenStateRecord(size * dtype.itemsize) for layer in set(layers.values())}
 
     @property
     def num_known(self) -> int:

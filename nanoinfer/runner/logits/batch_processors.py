@@ -19,7 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 COPIES = 3  # of all rows' logits in float32, while classes change them
 
 
-class Row:
+class ProcessedRow:
     """A row as classes know it. output: grows by each token that is drawn for it"""
 
     __slots__ = ("output", "params", "prompt")
@@ -40,12 +40,12 @@ class BatchProcessors:
         """Make the objects. Raises what their constructors raise."""
         classes, told = config.logits_processors or (), _as_vllm(config)
         self._processors: list[Any] = [own(told, device, device.type == "cuda") for own in classes]
-        self._rows: list[Row | None] = []
+        self._rows: list[ProcessedRow | None] = []
         self._removed: list[int] = []
         self._moved: list[tuple[int, int, MoveDirectionality]] = []
         self._added: list[tuple[int, SamplingParams, list[int], list[int]]] = []
         self._updates: list[BatchUpdate] = []  # that no object has seen
-        self._drawn: tuple[list[Row | None], PendingTokens] | None = None  # of the newest step
+        self._drawn: tuple[list[ProcessedRow | None], PendingTokens] | None = None  # of the newest step
         self.working_bytes = COPIES * config.max_num_seqs * config.description.vocab_size * torch.float32.itemsize
 
     @property
@@ -70,7 +70,7 @@ class BatchProcessors:
 
     def join(self, message: LogitsMessage) -> None:
         """Add a row behind the others."""
-        row = Row(message)
+        row = ProcessedRow(message)
         self._added.append((len(self._rows), row.params, row.prompt, row.output))
         self._rows.append(row)
 

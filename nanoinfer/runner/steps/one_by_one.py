@@ -21,7 +21,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, StepMessage
-from nanoinfer.runner.steps.kept import Kept
+from nanoinfer.runner.steps.captured import Captured
 from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
 
@@ -42,16 +42,16 @@ class OneByOne(Steps):
         super().__init__(config, tp, holdings, backend, logits)
         self._long_from = config.description.long_from
         self.sampler = Sampler(0, TensorParallel())
-        self._kept: list[Kept] = []  # of the step's tokens so far
+        self._captured: list[Captured] = []  # of the step's tokens so far
 
     def update(self, message: StepMessage) -> None:
         """Bring the rows up to date, as the message says, before its step runs."""
         super().update(message)
-        self._kept = []  # a step that was interrupted has left its own
+        self._captured = []  # a step that was interrupted has left its own
 
-    def kept(self, num_tokens: int) -> Kept:
+    def captured(self, num_tokens: int) -> Captured:
         """Return what the model has kept of each token of a step that has run."""
-        return Kept.joined(self._kept)
+        return Captured.joined(self._captured)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         hidden, seen = list[Tensor](), _seen(prompts.context)
@@ -119,8 +119,10 @@ class OneByOne(Steps):
             chunk.steering = steering
             inputs.context.steering = self.steering.of_chunks([chunk])
         hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
-        kept = super().kept(1)
-        self._kept.append(kept if kept.hidden is None else kept._replace(hidden=kept.hidden.clone()))
+        captured = super().captured(1)
+        self._captured.append(
+            captured if captured.hidden is None else captured._replace(hidden=captured.hidden.clone())
+        )
         return hidden
 
     def _begin(self, states: ChunkStates, position: int, is_first: bool) -> StateRows:

@@ -25,8 +25,8 @@ from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steering import SteeringColumns
+from nanoinfer.runner.steps.captured import Captured
 from nanoinfer.runner.steps.input_batch import InputBatch
-from nanoinfer.runner.steps.kept import Kept
 from nanoinfer.runner.steps.kinds import DecodeKind
 from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.pooling import pool
@@ -123,7 +123,7 @@ class Steps:
         hidden = self._run_chunks(message.chunks, prompts)
         if self.verifier is not None:
             self.verifier.proposer.see_prompts(prompts, message.chunks, hidden)
-        extras = self.kept(message.num_tokens).of_prompts(message, self.holdings)
+        extras = self.captured(message.num_tokens).of_prompts(message, self.holdings)
         at_once = self.logits_processors.prompt_tokens_at_once(message.chunks)
 
         def logits_at(places: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class Steps:
         if launched.places is not None and (self.holdings.routing is not None or hidden_layers):
             assert self.verifier is not None
             lines = self.verifier.lines(launched.places, launched.rows.stop)
-        return self.kept(len(launched.logits)).of_lines(lines, hidden_layers, self.holdings)
+        return self.captured(len(launched.logits)).of_lines(lines, hidden_layers, self.holdings)
 
     def sample(self, launched: Launched) -> tuple[StepLines, Tensor]:
         """Draw behind all lines of a step by temperature alone; returns the lines, and the tokens: [lines] int32.
@@ -257,9 +257,9 @@ class Steps:
         own = batch.positions[rows] + 1, batch.temperatures[rows], batch.seeds[rows]
         return StepLines(rows.start or 0, launched.logits, *own)
 
-    def kept(self, num_tokens: int) -> Kept:
+    def captured(self, num_tokens: int) -> Captured:
         """Return what the model has kept of each token of a step that has run."""
-        return Kept.of_step(self.holdings, num_tokens)
+        return Captured.of_step(self.holdings, num_tokens)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""

@@ -9,7 +9,15 @@ from nanoinfer.process import host_memory
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import MEAN_TOKENS, SLOTS_OF_A_ROW, limit_bytes, rough_step_bytes, total_bytes
 from nanoinfer.runner.memory.state_pool import StateSpec
-from nanoinfer.runner.streaming.plan import BUFFERS, LayerSizes, Pace, StreamPlan, least_gib, plan_bytes, plan_fastest
+from nanoinfer.runner.streaming.plan import (
+    BUFFERS,
+    LayerSizes,
+    Resources,
+    StreamPlan,
+    least_gib,
+    plan_bytes,
+    plan_fastest,
+)
 from nanoinfer.runner.streaming.rates import link_rate, memory_rate
 
 Specs = tuple[KVCacheSpec, StateSpec]
@@ -74,7 +82,7 @@ def _fastest(config: Config, sizes: LayerSizes, specs: Specs, device: torch.devi
         return int(state_bytes + layout.blocks_of(tokens) * cache.block_bytes)
 
     longest = min(config.max_model_len, layout.prefix_size) if config.fits_length else config.max_model_len
-    pace = Pace(
+    resources = Resources(
         room,
         row_bytes(min(config.max_model_len, MEAN_TOKENS)),
         config.max_num_seqs,
@@ -82,13 +90,13 @@ def _fastest(config: Config, sizes: LayerSizes, specs: Specs, device: torch.devi
         link_rate(device),
         memory_rate(device),
     )
-    plan = plan_fastest(sizes, pace)
+    plan = plan_fastest(sizes, resources)
     if plan is None:
         stays = sizes.rest + BUFFERS * max(sizes.layers)
         raise ValueError(
             f"weight_offload_gib='auto': without layers, the model and its buffers take {_gib(stays)} GiB of a GPU, and"
-            f" one sequence {_gib(pace.least_bytes)}; of {_gib(total_bytes(device))}, {_gib(max(room, 0))} are left for"
-            f" both: {_smaller(config)}, or max_num_batched_tokens={config.max_num_batched_tokens} or"
+            f" one sequence {_gib(resources.least_bytes)}; of {_gib(total_bytes(device))}, {_gib(max(room, 0))} are"
+            f" left for both: {_smaller(config)}, or max_num_batched_tokens={config.max_num_batched_tokens} or"
             " max_model_len lower"
         )
     return plan

@@ -47,7 +47,7 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Resources:
     """What decides how many layers are streamed if nobody says it.
 
     room: the bytes of the device that weights and KV cache may take
@@ -101,13 +101,13 @@ def plan_bytes(sizes: LayerSizes, num_bytes: float) -> StreamPlan | None:
     return next((plan for plan in possible if plan.streamed_bytes(sizes) >= num_bytes), possible[-1])
 
 
-def plan_fastest(sizes: LayerSizes, pace: Pace) -> StreamPlan | None:
+def plan_fastest(sizes: LayerSizes, resources: Resources) -> StreamPlan | None:
     """Return the plan that gives the most tokens a second, of equals the one that streams the least; None: none fits.
 
     Of a model that fits beside the KV cache that its rows want, nothing is streamed.
     """
-    best = max([NOTHING, *plans(sizes)], key=lambda plan: pace.tokens_per_second(plan, sizes))
-    return best if pace.tokens_per_second(best, sizes) else None
+    best = max([NOTHING, *plans(sizes)], key=lambda plan: resources.tokens_per_second(plan, sizes))
+    return best if resources.tokens_per_second(best, sizes) else None
 
 
 def least_gib(sizes: LayerSizes, lacking: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Kept: what a model has kept of each token of a step, and what of that the host gets."""
+"""Captured: what a model has kept of each token of a step, and what of that the host gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import PrefillMessage
 
 
-class Kept(NamedTuple):
+class Captured(NamedTuple):
     """Of each token of a step whose model has run.
 
     experts: [tokens, layers, used], those that it took; None: outputs do not have them
@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     hidden: Tensor | None
 
     @classmethod
-    def of_step(cls, holdings: Holdings, num_tokens: int) -> Kept:
+    def of_step(cls, holdings: Holdings, num_tokens: int) -> Captured:
         """Return what the last step has kept, where the next one keeps its own."""
         routing, hidden = holdings.routing, holdings.hidden_states
         return cls(
@@ -33,10 +33,10 @@ class Kept(NamedTuple):
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Kept]) -> Kept:
+    def joined(cls, parts: Sequence[Captured]) -> Captured:
         """Return what several runs of the model have kept, one after another."""
-        experts = [kept.experts for kept in parts if kept.experts is not None]
-        hidden = [kept.hidden for kept in parts if kept.hidden is not None]
+        experts = [part.experts for part in parts if part.experts is not None]
+        hidden = [part.hidden for part in parts if part.hidden is not None]
         return cls(torch.cat(experts) if experts else None, torch.cat(hidden, dim=1) if hidden else None)
 
     def of_prompts(self, message: PrefillMessage, holdings: Holdings) -> Extras:
