@@ -31,7 +31,7 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_decode_kernel": 24,
     "_expand_kernel": 36,  # in float32, of rank 128
     "_delta_rows_kernel": 8,
-    "_go_through_kernel": 108,
+    "_go_through_kernel": 172,
     "_group_kernel": 20,
     "_meet_kernel": 408,  # 60 queries and heads, 64 at most 192
     "_paged_decode_kernel": 20,  # heads of 256, guesses and shared prefixes, by Triton 3.9; others at most 16
@@ -55,14 +55,16 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: nf4, down of 300 in torch.bfloat16": 80,
     "_tiles_kernel: nvfp4 of 4000 in torch.float32": 24,
     "_tiles_kernel: plain of 200 in torch.float32": 8,
+    "_tiles_kernel: q4_k of 4000 in torch.bfloat16": 8,
+    "_tiles_kernel: q6_k of 4000 in torch.bfloat16": 24,
     "_tiles_kernel: q6_k, down of 300 in torch.bfloat16": 24,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
     "_mamba_rows_kernel": 84,  # of 256 numbers a state's input
-    "delta_guesses_kernel": 488,
+    "delta_guesses_kernel": 504,
     "look_within_kernel: Mamba2 in float32": 1564,
     "mamba_guesses_kernel": 1300,  # of 256 numbers a state's input; of 128: 80
     "walk_stretch_kernel": 356,  # of 256 numbers a state's input; of 128: 128
-    "walk_stretch_kernel: Mamba2 in float32": 748,
+    "walk_stretch_kernel: Mamba2 in float32": 2844,  # by Triton 3.9; by 3.6 748
 }
 SPILLED_ELSEWHERE = SPILLED | {  # most on an RTX 5090; of these cards' tensor cores, only an H100's read shared memory
     "_go_through_kernel": 1284,

@@ -11,12 +11,12 @@ from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
 from nanoinfer.kernels.delta.guesses import delta_guesses_kernel
 from nanoinfer.kernels.delta.terms import L2_EPS, gates, gates_of, keys_of, split_heads
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
-from nanoinfer.kernels.states.fold import fold_parts, fold_rows_reference
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
+from nanoinfer.kernels.states.fold import fold_rows_reference
 from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
-from nanoinfer.kernels.states.walk import Walk
+from nanoinfer.kernels.states.walk import Walk, begin_walk, read_part
 
 
 def delta_rows(
@@ -178,20 +178,16 @@ def _delta_rows_kernel(
     TOGETHER: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V  # of a head
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    k, t, r = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS), tl.arange(0, PLACES)[:, None]
+    k, r = tl.arange(0, BLOCK_K), tl.arange(0, PLACES)[:, None]
     has_k = k < KEY_DIM
-    slot = load_complete(slots_ptr + row).to(tl.int64)
-    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
     memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     sizes: tl.constexpr = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     first, end = program * EACH, tl.minimum(program * EACH + EACH, TOGETHER * PARTS)
-    boundary = fold_parts(memory, slot, position, boundary, key_head, (first, end), sizes, RING, TOKENS, BLOCK_V)
-
-    count = tl.where(slot >= 0, position - boundary, 0)
-    entry = slot * RING + (boundary + t) % RING
-    known = t < count
-    keys_ptrs = keys_ptr + (entry[:, None] * KEY_HEADS + key_head) * KEY_DIM + k
-    keys = load_complete(keys_ptrs, known[:, None] & has_k, 0.0)
+    at_row = row, slots_ptr, positions_ptr, boundaries_ptr
+    slot, position, count, entry, known, keys = begin_walk(
+        at_row, memory, key_head, k, (first, end), sizes, RING, TOKENS, BLOCK_V
+    )
+    beside = slot, position, count, entry, known
     q_channel = key_head * KEY_DIM + k
     k_channel = KEY_HEADS * KEY_DIM + q_channel
     where = inputs_ptr, weight_ptr, None, slot, position
@@ -220,13 +216,7 @@ def _delta_rows_kernel(
     for i in tl.range(first, end, num_stages=STAGES):
         head, v = key_head * TOGETHER + i // PARTS, i % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = v < num_values
-        matrix_ptrs = matrices_ptr + ((slot * VALUE_HEADS + head) * KEY_DIM + k[:, None]) * VALUE_DIM + v
-        state = tl.load(matrix_ptrs, mask=has_k[:, None] & has_v, other=0.0).to(tl.float32)
-        updates_ptrs = updates_ptr + (entry[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-        updates = tl.load(updates_ptrs, mask=known[:, None] & has_v, other=0.0)
-        so_far = tl.load(decays_ptr + entry * VALUE_HEADS + head, mask=known, other=0.0)
-        last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * VALUE_HEADS + head
-        before = tl.load(last_ptr, mask=count > 0, other=0.0)
+        state, updates, so_far, before = read_part(memory, beside, head, k, v, has_v, sizes, RING)
         v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
         v_past, v_own = convolve_past(where, v_channel, has_v, CHANNELS, WIDTH, LENGTH)
         v_input = tl.load(x_ptr + v_channel, mask=has_v, other=0.0)

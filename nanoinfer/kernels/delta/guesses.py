@@ -7,9 +7,9 @@ import triton.language as tl
 
 from nanoinfer.kernels.delta.inverse import invert_few
 from nanoinfer.kernels.delta.terms import gates_of, length_factor
-from nanoinfer.kernels.launch import load_complete, wait_for_predecessor
-from nanoinfer.kernels.states.fold import fold_parts
+from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.states.guessed import convolve_places, places_of, times_matrix, totals_of
+from nanoinfer.kernels.states.walk import begin_walk, read_part
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,19 +56,16 @@ def delta_guesses_kernel(
     TOGETHER: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V  # of a head
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    k, t, r = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS), tl.arange(0, PLACES)
+    k, r = tl.arange(0, BLOCK_K), tl.arange(0, PLACES)
     has_k = k < KEY_DIM
-    slot = load_complete(slots_ptr + row).to(tl.int64)
-    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
     memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     sizes: tl.constexpr = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     begin, end = program * EACH, tl.minimum(program * EACH + EACH, TOGETHER * PARTS)
-    boundary = fold_parts(memory, slot, position, boundary, key_head, (begin, end), sizes, RING, TOKENS, BLOCK_V)
-    since = tl.where(slot >= 0, position - boundary, 0)
-    entry = slot * RING + (boundary + t) % RING
-    known = t < since
-    keys_ptrs = keys_ptr + (entry[:, None] * KEY_HEADS + key_head) * KEY_DIM + k
-    keys = load_complete(keys_ptrs, known[:, None] & has_k, 0.0)
+    at_row = row, slots_ptr, positions_ptr, boundaries_ptr
+    slot, position, since, entry, known, keys = begin_walk(
+        at_row, memory, key_head, k, (begin, end), sizes, RING, TOKENS, BLOCK_V
+    )
+    beside = slot, position, since, entry, known
     wait_for_predecessor(EARLY)
 
     place, count = places_of(row, slot, rows, first_ptr, counts_ptr, PLACES)
@@ -93,13 +90,7 @@ def delta_guesses_kernel(
     for i in tl.range(begin, end, num_stages=STAGES):
         head, v = key_head * TOGETHER + i // PARTS, i % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = v < tl.where(slot >= 0, VALUE_DIM, 0)
-        matrix_ptrs = matrices_ptr + ((slot * VALUE_HEADS + head) * KEY_DIM + k[:, None]) * VALUE_DIM + v
-        state = tl.load(matrix_ptrs, mask=has_k[:, None] & has_v, other=0.0).to(tl.float32)
-        updates_ptrs = updates_ptr + (entry[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-        updates = tl.load(updates_ptrs, mask=known[:, None] & has_v, other=0.0)
-        so_far = tl.load(decays_ptr + entry * VALUE_HEADS + head, mask=known, other=0.0)
-        last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * VALUE_HEADS + head
-        before = tl.load(last_ptr, mask=since > 0, other=0.0)
+        state, updates, so_far, before = read_part(memory, beside, head, k, v, has_v, sizes, RING)
         v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
         value = convolve_places(where, tokens, v_channel, has_v, has_v, CHANNELS, WIDTH, LENGTH)
         a = tl.load(a_ptr + place * a_stride + head, mask=is_token, other=0.0)

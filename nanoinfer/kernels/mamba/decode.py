@@ -9,14 +9,14 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import activated, convolve_past, convolve_rows_reference, remember, settled
-from nanoinfer.kernels.launch import launch_options, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import launch_options, wait_for_predecessor
 from nanoinfer.kernels.mamba.guesses import mamba_guesses_kernel
 from nanoinfer.kernels.mamba.terms import grouped, split_channels, step_of, steps_of
-from nanoinfer.kernels.states.fold import fold_parts, fold_rows_reference
+from nanoinfer.kernels.states.fold import fold_rows_reference
 from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
-from nanoinfer.kernels.states.walk import Walk
+from nanoinfer.kernels.states.walk import Walk, begin_walk, read_part
 
 
 def mamba_rows(
@@ -180,20 +180,16 @@ def _mamba_rows_kernel(
     TOGETHER: tl.constexpr = HEADS // GROUPS
     PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D  # of a head
     program, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n, t, r = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, PLACES)[:, None]
+    n, r = tl.arange(0, BLOCK_N), tl.arange(0, PLACES)[:, None]
     has_n = n < NUMBERS
-    slot = load_complete(slots_ptr + row).to(tl.int64)
-    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
     memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     sizes: tl.constexpr = (GROUPS, HEADS, NUMBERS, DIM)
     first, end = program * EACH, tl.minimum(program * EACH + EACH, TOGETHER * PARTS)
-    boundary = fold_parts(memory, slot, position, boundary, group, (first, end), sizes, RING, TOKENS, BLOCK_D)
-
-    count = tl.where(slot >= 0, position - boundary, 0)
-    entry = slot * RING + (boundary + t) % RING
-    known = t < count
-    keys_ptrs = keys_ptr + (entry[:, None] * GROUPS + group) * NUMBERS + n
-    keys = load_complete(keys_ptrs, known[:, None] & has_n, 0.0)
+    at_row = row, slots_ptr, positions_ptr, boundaries_ptr
+    slot, position, count, entry, known, keys = begin_walk(
+        at_row, memory, group, n, (first, end), sizes, RING, TOKENS, BLOCK_D
+    )
+    beside = slot, position, count, entry, known
     b_channel = HEADS * DIM + group * NUMBERS + n
     c_channel = b_channel + GROUPS * NUMBERS
     where = inputs_ptr, weight_ptr, bias_ptr, slot, position
@@ -219,13 +215,7 @@ def _mamba_rows_kernel(
     for i in tl.range(first, end, num_stages=STAGES):
         head, d = group * TOGETHER + i // PARTS, i % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
         has_d = d < num_inputs
-        matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * NUMBERS + n[:, None]) * DIM + d
-        state = tl.load(matrix_ptrs, mask=has_n[:, None] & has_d, other=0.0).to(tl.float32)
-        updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * DIM + d
-        updates = tl.load(updates_ptrs, mask=known[:, None] & has_d, other=0.0)
-        so_far = tl.load(decays_ptr + entry * HEADS + head, mask=known, other=0.0)
-        last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * HEADS + head
-        before = tl.load(last_ptr, mask=count > 0, other=0.0)
+        state, updates, so_far, before = read_part(memory, beside, head, n, d, has_d, sizes, RING)
         x_channel = head * DIM + d
         x_past, x_own = convolve_past(where, x_channel, has_d, CHANNELS, WIDTH, LENGTH)
         x_input = tl.load(inputs + x_channel, mask=has_d, other=0.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.launch import load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.mamba.terms import step_of
-from nanoinfer.kernels.states.fold import fold_parts
 from nanoinfer.kernels.states.guessed import convolve_places, places_of, times_matrix, totals_of
+from nanoinfer.kernels.states.walk import begin_walk, read_part
 
 
 @triton.jit(do_not_specialize=["rows", "least", "most"])
@@ -56,19 +56,16 @@ def mamba_guesses_kernel(
     TOGETHER: tl.constexpr = HEADS // GROUPS
     PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D  # of a head
     program, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n, t, r = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), tl.arange(0, PLACES)
+    n, r = tl.arange(0, BLOCK_N), tl.arange(0, PLACES)
     has_n = n < NUMBERS
-    slot = load_complete(slots_ptr + row).to(tl.int64)
-    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
     memory = matrices_ptr, keys_ptr, updates_ptr, decays_ptr
     sizes: tl.constexpr = (GROUPS, HEADS, NUMBERS, DIM)
     begin, end = program * EACH, tl.minimum(program * EACH + EACH, TOGETHER * PARTS)
-    boundary = fold_parts(memory, slot, position, boundary, group, (begin, end), sizes, RING, TOKENS, BLOCK_D)
-    since = tl.where(slot >= 0, position - boundary, 0)
-    entry = slot * RING + (boundary + t) % RING
-    known = t < since
-    keys_ptrs = keys_ptr + (entry[:, None] * GROUPS + group) * NUMBERS + n
-    keys = load_complete(keys_ptrs, known[:, None] & has_n, 0.0)
+    at_row = row, slots_ptr, positions_ptr, boundaries_ptr
+    slot, position, since, entry, known, keys = begin_walk(
+        at_row, memory, group, n, (begin, end), sizes, RING, TOKENS, BLOCK_D
+    )
+    beside = slot, position, since, entry, known
     wait_for_predecessor(EARLY)
 
     place, count = places_of(row, slot, rows, first_ptr, counts_ptr, PLACES)
@@ -89,13 +86,7 @@ def mamba_guesses_kernel(
     for i in tl.range(begin, end, num_stages=STAGES):
         head, d = group * TOGETHER + i // PARTS, i % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
         has_d = d < tl.where(slot >= 0, DIM, 0)
-        matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * NUMBERS + n[:, None]) * DIM + d
-        state = tl.load(matrix_ptrs, mask=has_n[:, None] & has_d, other=0.0).to(tl.float32)
-        updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * DIM + d
-        updates = tl.load(updates_ptrs, mask=known[:, None] & has_d, other=0.0)
-        so_far = tl.load(decays_ptr + entry * HEADS + head, mask=known, other=0.0)
-        last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * HEADS + head
-        before = tl.load(last_ptr, mask=since > 0, other=0.0)
+        state, updates, so_far, before = read_part(memory, beside, head, n, d, has_d, sizes, RING)
         x = convolve_places(where, tokens, head * DIM + d, has_d, has_d, CHANNELS, WIDTH, LENGTH)
         dt = tl.load(dt_ptr + place * dt_stride + head, mask=is_token, other=0.0)
         log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)

@@ -1,10 +1,17 @@
-"""Walk: how the programs of a decode step divide the matrices of a key head, which they go through part after part."""
+"""Walk: how the programs of a decode step divide the matrices of a key head, which they go through part after part.
+
+Inside kernels: what a program reads before its parts, and of each.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.kernels.launch import cdiv, next_power_of_2, num_multiprocessors
+import triton
+import triton.language as tl
+
+from nanoinfer.kernels.launch import cdiv, load_complete, next_power_of_2, num_multiprocessors
+from nanoinfer.kernels.states.fold import fold_parts
 from nanoinfer.kernels.states.memory import Recurrence, StateRows
 
 NUMBERS = 4096  # of a matrix, in a part
@@ -41,3 +48,57 @@ class Walk:
         return cls(
             (cdiv(parts, each), recurrence.key_heads, count), keys, values, each, stages, 2 if rows.first is None else 4
         )
+
+
+@triton.jit
+def begin_walk(
+    at_row,
+    memory,
+    key_head,
+    k,
+    parts,
+    sizes: tl.constexpr,
+    RING: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Fold what is due in a program's parts of a row, before the wait; returns what stands beside them.
+
+    at_row: the row, and the pointers of StateRows' slots, positions and boundaries; memory, parts, sizes: as for
+        fold_parts; k: [keys] of a key
+    Returns the slot, int64, the last token's position, how many tokens stand beside the matrices, their entries among
+    those of all rings, [TOKENS], which of these there are, and their keys, [TOKENS, keys].
+    """
+    row, slots_ptr, positions_ptr, boundaries_ptr = at_row
+    KEY_HEADS: tl.constexpr = sizes[0]
+    KEY_DIM: tl.constexpr = sizes[2]
+    slot = load_complete(slots_ptr + row).to(tl.int64)
+    position, boundary = load_complete(positions_ptr + row), load_complete(boundaries_ptr + row)
+    boundary = fold_parts(memory, slot, position, boundary, key_head, parts, sizes, RING, TOKENS, BLOCK_V)
+    t = tl.arange(0, TOKENS)
+    count = tl.where(slot >= 0, position - boundary, 0)
+    entry = slot * RING + (boundary + t) % RING
+    known = t < count
+    keys_ptrs = memory[1] + (entry[:, None] * KEY_HEADS + key_head) * KEY_DIM + k
+    keys = load_complete(keys_ptrs, known[:, None] & (k < KEY_DIM), 0.0)
+    return slot, position, count, entry, known, keys
+
+
+@triton.jit
+def read_part(memory, beside, head, k, v, has_v, sizes: tl.constexpr, RING: tl.constexpr):
+    """Return some values of a head's matrix, and of the tokens beside it: updates, decays, and the last one's decay.
+
+    beside: what begin_walk returns, but for the keys; k: [keys]; v, has_v: [values], and which of them there are
+    """
+    matrices_ptr, _, updates_ptr, decays_ptr = memory
+    slot, position, count, entry, known = beside
+    HEADS: tl.constexpr = sizes[1]
+    KEY_DIM: tl.constexpr = sizes[2]
+    VALUE_DIM: tl.constexpr = sizes[3]
+    matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * KEY_DIM + k[:, None]) * VALUE_DIM + v
+    matrix = tl.load(matrix_ptrs, mask=(k < KEY_DIM)[:, None] & has_v, other=0.0).to(tl.float32)
+    updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * VALUE_DIM + v
+    updates = tl.load(updates_ptrs, mask=known[:, None] & has_v, other=0.0)
+    so_far = tl.load(decays_ptr + entry * HEADS + head, mask=known, other=0.0)
+    last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * HEADS + head
+    return matrix, updates, so_far, tl.load(last_ptr, mask=count > 0, other=0.0)
