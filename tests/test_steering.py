@@ -32,7 +32,10 @@ def vectors_of(*layers: int, seed: int = 0, size: int = SIZE) -> dict[int, torch
 
 @contextmanager
 def hooked(model: PreTrainedModel, vectors: dict[int, torch.Tensor], strength: float) -> Iterator[None]:
-    """Let hooks add vectors to the outputs of layers, or to the input of the first one, or behind the last norm."""
+    """Let hooks add vectors to the outputs of layers, or to the input of the first one, or behind the last norm.
+
+    They come before those hooks by which transformers has kept hidden states since its first forward that gave any.
+    """
     base = model.model if hasattr(model, "model") else model.base_model
     layers = next(module for module in base.modules() if isinstance(module, torch.nn.ModuleList) and len(module) > 1)
     norm = next(own for name in ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm")
@@ -53,9 +56,10 @@ def hooked(model: PreTrainedModel, vectors: dict[int, torch.Tensor], strength: f
         for layer, vector in vectors.items():
             place = layer % (len(layers) + 1)
             if place == 0:
-                handle = layers[0].register_forward_pre_hook(before(vector))
+                handle = layers[0].register_forward_pre_hook(before(vector), prepend=True)
             else:
-                handle = (norm if place == len(layers) else layers[place - 1]).register_forward_hook(adding(vector))
+                module = norm if place == len(layers) else layers[place - 1]
+                handle = module.register_forward_hook(adding(vector), prepend=True)
             stack.callback(handle.remove)
         yield
 
