@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
 from typing import Any, Literal
@@ -34,6 +35,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One sample of a request, from its prompt to its last token.
 
@@ -42,122 +44,70 @@ class Sequence:
     no end. `num_unsure` of these are guesses that may not hold.
     """
 
-    __slots__ = (
-        "adapter",
-        "block_tables",
-        "check_at",
-        "drafted",
-        "end",
-        "entropies",
-        "finish_reason",
-        "finished_at",
-        "first_token_at",
-        "hidden_states",
-        "is_long",
-        "kept",
-        "kept_behind",
-        "kept_tokens",
-        "logprobs",
-        "max_len",
-        "media",
-        "node",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_nodes",
-        "num_prompt_tokens",
-        "num_proposed_tokens",
-        "num_released",
-        "num_scheduled",
-        "num_unsure",
-        "on_token",
-        "params",
-        "pooled",
-        "prompt_logprobs",
-        "request_id",
-        "routed_experts",
-        "row",
-        "sample_index",
-        "seed",
-        "slot",
-        "started_at",
-        "status",
-        "steering",
-        "stop_ids",
-        "stop_reason",
-        "temperature",
-        "text_lens",
-        "token_ids",
-        "versions",
-    )
+    prompt: InitVar[list[int] | array[int]]
+    params: SamplingParams
+    seed: int
+    max_model_len: InitVar[int]
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the sequence
+    request_id: int = 0
+    sample_index: int = 0  # its number among the request's samples
+    media: PromptMedia | None = None  # the prompt's images and videos; None: it has none
+    adapter: int = NONE  # the slot of its adapter; NONE: the model alone computes it
 
-    def __init__(
-        self,
-        prompt: list[int] | array[int],
-        params: SamplingParams,
-        seed: int,
-        max_model_len: int,
-        stop_ids: frozenset[int] = frozenset(),
-        request_id: int = 0,
-        sample_index: int = 0,
-        media: PromptMedia | None = None,
-        adapter: int = NONE,
-    ) -> None:
-        """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0.
+    _: KW_ONLY
+    token_ids: array[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    temperature: float = field(init=False)
+    max_len: int = field(init=False)
+    num_cached_tokens: int = 0  # of the prompt's tokens, when it was first scheduled
+    num_proposed_tokens: int = 0  # guesses that were verified
+    num_accepted_tokens: int = 0  # generated tokens that had been guessed
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
+    logprobs: CandidatesLog = NO_LOG  # of the generated tokens
+    kept_tokens: list[tuple[int, float]] = field(default_factory=list)  # of the generated tokens, if asked for
+    entropies: list[float] = field(default_factory=list)  # likewise
+    prompt_logprobs: CandidatesLog = NO_LOG  # of the prompt's tokens but the first
+    text_lens: list[int] | None = None  # of the texts that it consists of; None: it is one
+    pooled: Vector | None = None  # what its texts were read for, [texts, width]; None: not known yet, or not read
+    routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
+    hidden_states: HiddenStates | None = None  # None: the request did not ask
+    steering: Steered | None = None  # None: its hidden states are the model's own
+    started_at: float = 0.0  # on time.perf_counter's clock, as the next two
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    versions: list[tuple[int, int]] = field(default_factory=list)  # see `use_weights`
+    status: SequenceStatus = SequenceStatus.WAITING
+    # Kept by Scheduler:
+    num_scheduled: int = 0
+    num_unsure: int = 0
+    check_at: int = 0  # it looks at the sequence again at this num_scheduled
+    end: int = field(init=False)  # so many tokens it has before it ends, or starts again as a long one
+    is_long: bool = False  # whether it is computed as a long sequence, whose keys differ
+    drafted: int | None = None  # a draft model has the keys of so many first tokens; None: of all but the last two
+    on_token: Callable[[], object] | None = None  # called with each token, and may end it, where a step gives several
+    # Kept by BlockManager:
+    block_tables: list[list[int]] = field(default_factory=list)  # one for each group of layers; none: it has no blocks
+    num_released: list[int] = field(default_factory=list)  # leading blocks of each table that it no longer holds
+    node: Node | None = None  # of the longest recorded prefix; None: later sequences find none of its blocks
+    num_nodes: int = 0  # of that prefix
+    slot: int = NONE  # for states
+    # Kept by HostTier, if it was preempted: the slots of host memory with what its last blocks held, which fill no
+    # node, and with its states behind all tokens but the last; and the node before these blocks.
+    kept: list[int] = field(default_factory=list)
+    kept_behind: Node | None = None
+    row: int = -1  # this sequence's row on the device, kept by RowMap; -1: none
 
-        media: the prompt's images and videos; None: it has none
-        adapter: the slot of its adapter; NONE: the model alone computes it
-        """
-        self.token_ids = array("i", prompt)
-        self.num_prompt_tokens = len(prompt)
-        self.media = media
-        self.adapter = adapter
-        self.params = params
+    def __post_init__(self, prompt: list[int] | array[int], max_model_len: int) -> None:
+        params = self.params
+        self.token_ids, self.num_prompt_tokens = array("i", prompt), len(prompt)
         self.temperature = 0.0 if params.is_greedy else params.temperature
-        self.stop_ids = stop_ids
-        self.seed = seed
-        self.request_id = request_id
-        self.sample_index = sample_index
-        self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
-        self.num_proposed_tokens = 0  # guesses that were verified
-        self.num_accepted_tokens = 0  # generated tokens that had been guessed
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
-        self.logprobs = NO_LOG if params.logprobs is None else CandidatesLog()  # of the generated tokens
-        self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
-        self.entropies: list[float] = []  # likewise
-        # Of the prompt's tokens but the first:
-        self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
-        self.text_lens: list[int] | None = None  # of the texts that it consists of; None: it is one
-        # What each of its texts was read for, [texts, width]; None: that is not known yet, or they are not read.
-        self.pooled: Vector | None = None
-        self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
-        self.hidden_states: HiddenStates | None = None  # None: the request did not ask
-        self.steering: Steered | None = None  # None: its hidden states are the model's own
-        self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
-        self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        self.max_len = min(most, max_model_len)
-        self.status = SequenceStatus.WAITING
-        # Kept by Scheduler:
-        self.num_scheduled = self.num_unsure = 0
-        self.check_at = 0  # it looks at the sequence again at this num_scheduled
-        self.end = self.max_len  # so many tokens it has before it ends, or starts again as a long one
-        self.is_long = False  # whether it is computed as a long sequence, whose keys differ
-        # A draft model has the keys of so many first tokens, if there is one; None: of all but the last two.
-        self.drafted: int | None = None
-        # Called with each token, and may end the sequence, where a step may give it several:
-        self.on_token: Callable[[], object] | None = None
-        # Kept by BlockManager:
-        self.block_tables: list[list[int]] = []  # one for each group of layers; none: it holds no blocks
-        self.num_released: list[int] = []  # leading blocks of each table that the sequence no longer holds
-        self.node: Node | None = None  # of the longest recorded prefix; None: later sequences find none of its blocks
-        self.num_nodes = 0  # of that prefix
-        self.slot = NONE  # for states
-        # Kept by HostTier, if it was preempted: the slots of host memory with what its last blocks held, which fill
-        # no node, and with its states behind all tokens but the last; and the node before these blocks.
-        self.kept: list[int] = []
-        self.kept_behind: Node | None = None
-        self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
+        self.max_len = self.end = min(most, max_model_len)
+        if params.logprobs is not None:
+            self.logprobs = CandidatesLog()
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = CandidatesLog()
 
     def __len__(self) -> int:
         return len(self.token_ids)
