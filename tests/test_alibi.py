@@ -41,10 +41,10 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, p
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
 from nanoinfer.models import describe
 from nanoinfer.models.alibi import alibi_slopes
+from nanoinfer.models.attention_parts import scoring_of
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import llama
 from nanoinfer.models.ranks import check_ranks_in_order
-from nanoinfer.models.self_attention import scoring_of
 from nanoinfer.trainer.reference import _find_other
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size

@@ -30,7 +30,7 @@ from nanoinfer.benchmark.determinism import bits_of
 from nanoinfer.config import Config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.llm_engine import seed_of
+from nanoinfer.engine.new_sequences import seed_of
 from nanoinfer.kernels.sampling.draw import gumbel_noise
 
 TOLERANCE = 1e-4  # between logits of float32 that are added up in other orders

@@ -61,7 +61,8 @@ from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.memory.state_pool import StateSpec
-from nanoinfer.runner.message import ChunkStates, PrefillMessage, StepMessage, Transfers
+from nanoinfer.runner.memory.transfers import Transfers
+from nanoinfer.runner.message import ChunkStates, PrefillMessage, StepMessage
 
 BLOCK = 4
 SLOTS_OF_STATES = 2  # of host memory

@@ -34,7 +34,7 @@ from nanoinfer.replicas import start
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.text.tokenizer import load_tokenizer
-from nanoinfer.runner import model_runner
+from nanoinfer.runner import rank
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
@@ -363,7 +363,7 @@ class TestGPU:
         assert begun == ([] if "data_parallel_size" in options else [0, *shares])
 
     def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(model_runner, "read_triton", stop)
+        monkeypatch.setattr(rank, "read_triton", stop)
         monkeypatch.setattr(first_launch, "prepare", stop)
         LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8).close()
 

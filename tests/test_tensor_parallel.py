@@ -42,7 +42,7 @@ from nanoinfer.engine.ranks.workers import WorkerError, Workers
 from nanoinfer.parallel import tensor_parallel
 from nanoinfer.parallel.channel import Receiver, Sender
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner import model_runner
+from nanoinfer.runner import rank
 from nanoinfer.runner.message import DecodeMessage
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.start.trials import Trials
@@ -696,8 +696,8 @@ def test_steps_need_no_other_rank_until_the_ranks_meet(
 def note_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which rank 0 adds what it does while it starts."""
     did: list[str] = []
-    compile_steps, connect = model_runner.compile_steps, TensorParallel.connect
-    monkeypatch.setattr(model_runner, "compile_steps", lambda *args: (did.append("compile"), compile_steps(*args)))
+    compile_steps, connect = rank.compile_steps, TensorParallel.connect
+    monkeypatch.setattr(rank, "compile_steps", lambda *args: (did.append("compile"), compile_steps(*args)))
     monkeypatch.setattr(TensorParallel, "connect", lambda *args: (did.append("connect"), connect(*args)))
     return did
 

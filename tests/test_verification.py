@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.drafting.drafter import RowTexts
 from nanoinfer.kernels.drafting.accept import NOTHING
-from nanoinfer.runner import model_runner
+from nanoinfer.runner import rank
 from nanoinfer.runner.drafting import timing
 from nanoinfer.runner.drafting.sizes import MOST_TOKENS, most_tokens, verify_sizes
 from nanoinfer.runner.drafting.texts import num_texts
@@ -381,7 +381,7 @@ def test_rows_stay_within_their_tables_while_steps_are_tried(
         reached.append(int(runner.steps.batch.positions.max()))
         return 0
 
-    monkeypatch.setattr(model_runner, "peak_bytes", run)
+    monkeypatch.setattr(rank, "peak_bytes", run)
     for step in trials.largest_prefills():
         runner.run(step)
     assert runner.steps.batch.positions.tolist() == [47] * 6

@@ -15,6 +15,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots
+from nanoinfer.engine.text_scheduler import TextScheduler
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 
 EAGER_BYTES = 2**28  # of the KV cache on a CPU: cached prefixes may take them, however little runs
@@ -27,7 +28,8 @@ def make_scheduler(config: Config, ranks: Ranks) -> Scheduler:
     manager = BlockManager(memory.blocks, config.cache_layout, memory.slots, _make_tier(ranks), num_eager)
     speculation = None if config.speculation is None else _make_speculation(config, ranks)
     limits = memory.rows, config.max_num_batched_tokens, config.description.long_from
-    return Scheduler(manager, *limits, speculation, config.description.is_encoder, memory.hiding_tokens)
+    kind = TextScheduler if config.description.is_encoder else Scheduler
+    return kind(manager, *limits, speculation, memory.hiding_tokens)
 
 
 def _make_speculation(config: Config, ranks: Ranks) -> Speculation:

@@ -14,7 +14,8 @@ from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.runner.message import ChunkStates, Transfers
+from nanoinfer.runner.memory.transfers import Transfers
+from nanoinfer.runner.message import ChunkStates
 
 MakeTier = Callable[[PrefixTree, list[Block], StateSlots | None], HostTier]
 

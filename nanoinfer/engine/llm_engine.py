@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -13,7 +12,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
 from nanoinfer.engine.client import EngineClient
 from nanoinfer.engine.matchers import Matchers
-from nanoinfer.engine.media import MediaFeed, media_of
+from nanoinfer.engine.media import MediaFeed
+from nanoinfer.engine.new_sequences import NewPrompt, NewSequences
 from nanoinfer.engine.prefixes.stored_prefixes import StoredPrefixes
 from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -21,9 +21,7 @@ from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.results.faults import processed_wrongly, without_media, without_numbers, without_token
-from nanoinfer.engine.results.hidden_states import hidden_states_for
 from nanoinfer.engine.results.record import record_prompts, record_tokens
-from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
@@ -32,7 +30,6 @@ from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.media.tower.tower import BATCH_BYTES
-from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.extras import Extras
@@ -59,6 +56,7 @@ class LLMEngine(EngineClient):
         self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
         self.adapters = RankAdapters(self.ranks, self.scheduler, config.max_adapters)
         self.steerings = RankSteerings(self.ranks, config.max_steerings)
+        self._new_sequences = NewSequences(config, self.ranks, self.updater, self.adapters, self.steerings)
         self._stored = StoredPrefixes(config, self.ranks, self.scheduler.block_manager)
         self.sleeper = Sleeper(self.ranks.call, self.asleep)
         self.in_flight: deque[InFlight] = deque()
@@ -72,7 +70,7 @@ class LLMEngine(EngineClient):
 
     def add_request(
         self,
-        prompt: list[int] | array[int] | MediaPrompt | PackedTexts,
+        prompt: NewPrompt,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,
@@ -86,38 +84,10 @@ class LLMEngine(EngineClient):
 
         The sequences' request_id counts the requests, from 0. Raises ValueError for images that cannot be computed.
         """
-        media = None
-        text_lens = prompt.lens if isinstance(prompt, PackedTexts) else None
-        if isinstance(prompt, PackedTexts):
-            prompt = prompt.token_ids
-            self.ranks.record("texts", text_lens)
-        elif isinstance(prompt, MediaPrompt):
-            media = media_of(prompt, self.config)
-            self._has_media = True
-            self.ranks.record("media", *prompt.spans)
-            prompt = prompt.token_ids
-        self.ranks.record("prompt", prompt)
-        self.ranks.record("settings", params, params.read, params.cache_salt, params.thought)
-        request_id, self.num_requests = self.num_requests, self.num_requests + 1
-        if seed is None:
-            seed = seed_of(params, self.config.seed, request_id)
-        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids  # mostly one set for all
-        if params.stop_token_ids:
-            stop_ids = stop_ids.union(params.stop_token_ids)
-        if grammar is not None:
-            stop_ids |= grammar.eos_token_ids
-        adapter = self.adapters.slot_of(params.adapter)
-        limit, seqs = self.config.max_model_len, list[Sequence]()
-        for index in samples or range(params.n):
-            own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, media, adapter)
-            seq.text_lens = text_lens
-            seq.use_weights(self.updater.version)
-            if (experts := self.config.description.experts) is not None and self.config.routed_experts:
-                seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)
-            seq.steering = self.steerings.named(params.steering)
-            seq.hidden_states = hidden_states_for(params, len(prompt), self.config)
-            seqs.append(seq)
+        seqs = self._new_sequences.make(self.num_requests, prompt, params, grammar, seed, samples)
+        self.num_requests += 1
+        self._has_media |= isinstance(prompt, MediaPrompt)
+        for seq in seqs:
             self.scheduler.add(seq)
             if grammar is not None:
                 self.matchers.add(seq, grammar)
@@ -332,11 +302,3 @@ class LLMEngine(EngineClient):
     def check_open(self) -> None:
         """Raise an error if this engine can make no steps any more: see Ranks.check_open."""
         self.ranks.check_open()
-
-
-def seed_of(params: SamplingParams, engine_seed: int, request_id: int) -> int:
-    """Return the seed of a request: its own, or one that is made from the engine's and the request's number."""
-    if params.seed is not None:
-        return params.seed
-    # + 1: the first request's seed is not 0, which a user may choose
-    return engine_seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03

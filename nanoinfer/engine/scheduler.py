@@ -45,20 +45,18 @@ class Scheduler:
         max_num_batched_tokens: int,
         long_from: int | None = None,
         speculation: Speculation | None = None,
-        in_one_step: bool = False,
         step_tokens: int = 0,
     ) -> None:
         """long_from: a sequence of more tokens is computed as a long one; None: all are short.
 
         speculation: says how many guesses a step verifies; None: none does
-        in_one_step: a step computes a prompt whole, which holds no blocks, and has room for the longest
         step_tokens: a step of fewer tokens takes as long as one of so many
         """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.long_from = long_from
-        self.speculation, self.in_one_step = speculation, in_one_step
+        self.speculation = speculation
         self.step_tokens = min(step_tokens, max_num_batched_tokens)
         self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
@@ -94,30 +92,12 @@ class Scheduler:
 
         in_flight: whether there are scheduled steps whose tokens are not known yet
         """
-        if self.in_one_step:
-            return self._schedule_texts()
         if self.block_manager.begin_step():
             self.admission.is_shut = False
         step = (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
         if step is None and self.waiting and (not in_flight or self.block_manager.is_restoring):
             step = self._schedule_prefill()  # nobody decodes, for the blocks that a prompt has got
         return step
-
-    def _schedule_texts(self) -> PrefillStep | None:
-        """Plan a step of whole prompts that hold no blocks and get no tokens."""
-        chunks: list[Chunk] = []
-        budget = self.max_num_batched_tokens
-        for seq in self.waiting:
-            budget -= len(seq)
-            if budget < 0:
-                break
-            chunks.append(Chunk(seq, 0, len(seq), is_last=True))
-        for chunk in chunks:
-            seq = chunk.seq
-            self.waiting.remove(seq)
-            self.running.append(seq)
-            seq.num_scheduled, seq.status = len(seq), SequenceStatus.ENDING
-        return PrefillStep(chunks, []) if chunks else None
 
     def _prefill_is_due(self) -> bool:
         """Whether the next step is to prefill, while decoding waits.

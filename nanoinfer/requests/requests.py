@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.engine.client import InFlightPolicy
-from nanoinfer.engine.llm_engine import seed_of
+from nanoinfer.engine.new_sequences import seed_of
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason

@@ -4,41 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 from nanoinfer.pooling.read import Read
 from nanoinfer.runner.media_messages import ChunkMedia, NewMedia
+from nanoinfer.runner.memory.transfers import Transfers
 from nanoinfer.sampling_params import SamplingParams
-
-
-@dataclass(slots=True)
-class Transfers:
-    """Copies between the device and host memory, beside a step. Each slot holds a block's content, or a part of states.
-
-    saved: (block, slot); the step does not write what they hold
-    restored: (slot, block); only a prefill step may read them
-    saved_states: (the slot of states, those of host memory that get them); the step does not write them
-    restored_states: likewise (those of host memory, the slot of states)
-    first: what is saved before the step runs, and before all else here
-    """
-
-    saved: list[tuple[int, int]] = field(default_factory=list)
-    restored: list[tuple[int, int]] = field(default_factory=list)
-    saved_states: list[tuple[int, list[int]]] = field(default_factory=list)
-    restored_states: list[tuple[list[int], int]] = field(default_factory=list)
-    first: Transfers | None = None
-
-    @property
-    def num_saved(self) -> int:
-        """How many slots of host memory get new content."""
-        before = 0 if self.first is None else self.first.num_saved
-        return before + len(self.saved) + sum(len(slots) for _, slots in self.saved_states)
-
-    @property
-    def num_restored(self) -> int:
-        """How many slots' content goes back to the device."""
-        return len(self.restored) + sum(len(slots) for slots, _ in self.restored_states)
 
 
 class Steered(NamedTuple):
@@ -129,9 +100,7 @@ class JoinMessage:
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
     delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
-    told: LogitsMessage | None = (
-        None  # with all tokens so far, for logits processors of the batch; None: there are none
-    )
+    told: LogitsMessage | None = None  # with all tokens so far; None: the LLM has no processors of whole batches
     drafting: DraftingMessage | None = None  # None: no guesses are verified
 
 
@@ -153,16 +122,6 @@ class PrefillMessage:
     def num_tokens(self) -> int:
         """How many tokens the step computes."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def hidden_spans(self) -> list[tuple[int, int]]:
-        """Where those of its tokens begin, and end, whose hidden states the host gets."""
-        ends = [*accumulate(len(chunk.token_ids) for chunk in self.chunks)]
-        return [
-            (end - len(chunk.token_ids) + chunk.hidden_from, end)
-            for chunk, end in zip(self.chunks, ends, strict=True)
-            if chunk.hidden_from is not None
-        ]
 
 
 class SharedRun(NamedTuple):

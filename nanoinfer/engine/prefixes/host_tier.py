@@ -10,7 +10,7 @@ from nanoinfer.engine.prefixes.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.memory.offload import Offload
-from nanoinfer.runner.message import Transfers
+from nanoinfer.runner.memory.transfers import Transfers
 
 SHORT = 3 / 4  # of all blocks, or all slots for states: if so many have content, that is soon to be lost
 

@@ -8,7 +8,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.draws import Draws
 from nanoinfer.engine.step import DecodeStep, PrefillStep, Step
-from nanoinfer.runner.message import Transfers
+from nanoinfer.runner.memory.transfers import Transfers
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 

@@ -12,7 +12,7 @@ from nanoinfer.runner.memory.block_copy import copy_block, pair_parts
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.pinned_pages import pinned, unpin
 from nanoinfer.runner.memory.state_pool import StatePool
-from nanoinfer.runner.message import Transfers
+from nanoinfer.runner.memory.transfers import Transfers
 
 CHUNK_BYTES = 128 << 20  # that are pinned at once: it takes milliseconds, in which no kernel may be launched
 CHUNKS_AHEAD = 16  # pinned before they are needed, at least; later as many as there are

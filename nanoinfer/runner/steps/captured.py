@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.message import PrefillMessage
+from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 
 
 class Captured(NamedTuple):
@@ -43,7 +44,7 @@ class Captured(NamedTuple):
         """Return the extras of a step of prompts: experts of all tokens, hidden states of those that want some."""
         extras = Extras(experts=self.experts)
         if self.hidden is not None and holdings.hidden_states is not None:
-            how = message.hidden_layers, message.hidden_spans
+            how = message.hidden_layers, _hidden_spans(message.chunks)
             extras.hidden = holdings.hidden_states.of_spans(self.hidden, *how)
         return extras
 
@@ -53,3 +54,13 @@ class Captured(NamedTuple):
         if self.hidden is not None and holdings.hidden_states is not None:
             extras.hidden = holdings.hidden_states.of_lines(self.hidden, hidden_layers, lines)
         return extras
+
+
+def _hidden_spans(chunks: list[ChunkMessage]) -> list[tuple[int, int]]:
+    """Return where those of a step's tokens begin, and end, whose hidden states the host gets."""
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    return [
+        (end - len(chunk.token_ids) + chunk.hidden_from, end)
+        for chunk, end in zip(chunks, ends, strict=True)
+        if chunk.hidden_from is not None
+    ]
