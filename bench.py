@@ -30,7 +30,7 @@ from nanoinfer.attention.cache_layout import USUAL_BLOCK_SIZE
 from nanoinfer.benchmark.adapters import load_adapters
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
 from nanoinfer.benchmark.eyes.shapes import EYES
-from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops, measure_rates
+from nanoinfer.benchmark.floor import Floor, Machine, measure_bandwidth, measure_flops, measure_rates
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.output.files import check_files, write_files
 from nanoinfer.benchmark.output.report import report
@@ -95,7 +95,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     )
     limits = limits_of(llm)
     floor = Floor.of(work.as_it_ended(repeats[-1].output_lens), config.description, limits, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates, copying)
+    machine = Machine(bandwidth, flops, args.tp * args.dp, rates, copying)
+    floor_seconds, overlapped = floor.seconds(machine), floor.overlapped_seconds(machine)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     tokens_out = round(statistics.median(sum(repeat.output_lens) for repeat in repeats))
     return {
@@ -143,6 +144,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "layer_matrix_flops": {format.name: rate for format, rate in rates.items()},
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
+        "overlapped_floor_seconds": overlapped,
+        "fraction_of_overlapped_floor": overlapped / seconds,
         "floor_decode_steps": floor.decode_steps,
         **count_steps(repeats, work.tokens_in),
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},

@@ -272,6 +272,7 @@ LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
 HEAD = 100 * 8
 MATRICES = 2 * LAYER + HEAD
 KV_BYTES = 2 * 2 * 8 * 2  # of a token: two layers, keys and values, two heads of four numbers, in two bytes
+MACHINE = bench.Machine(bandwidth=1000, rate=4000)
 AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 
 
@@ -298,12 +299,12 @@ def floor_of(
 
 def bytes_of(floor: bench.Floor) -> float:
     """All bytes that are read: the seconds of a device that computes in no time."""
-    return floor.seconds(1, math.inf, 1)
+    return floor.seconds(bench.Machine(1, math.inf))
 
 
 def operations_of(floor: bench.Floor) -> float:
     """All operations: the seconds of a device that reads in no time."""
-    return floor.seconds(math.inf, 1, 1)
+    return floor.seconds(bench.Machine(math.inf, 1))
 
 
 def test_the_floor_counts_what_must_be_read_and_computed() -> None:
@@ -312,11 +313,23 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert bytes_of(floor) == (1 + 2) * MATRICES * 2 + (4 + 5) * KV_BYTES
     prompt = 2 * 2 * LAYER * 3 + 2 * HEAD + 2 * 2 * 16 * 9
     assert operations_of(floor) == prompt + 2 * 2 * MATRICES
-    assert floor.seconds(1e6, math.inf, 4) == pytest.approx(bytes_of(floor) / 1e6 / 4)
+    assert floor.seconds(bench.Machine(1e6, math.inf, 4)) == pytest.approx(bytes_of(floor) / 1e6 / 4)
     in_layers = 2 * 2 * LAYER * (3 + 2)
     in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
     floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=with_fp8(WeightShape))
-    assert floor.seconds(math.inf, 2e6, 1, {Fp8Format(): 3e6}) == pytest.approx(in_fp8)
+    assert floor.seconds(bench.Machine(math.inf, 2e6, rates={Fp8Format(): 3e6})) == pytest.approx(in_fp8)
+
+
+def test_with_prompts_beside_decode_steps_reading_and_computing_add_up_apart() -> None:
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]))
+    balanced = operations_of(floor) / bytes_of(floor)  # of a machine whose reading takes as long as its computing
+    for rate in (0.5 * balanced, balanced, 2 * balanced):
+        reading, computing = bytes_of(floor), operations_of(floor) / rate
+        machine = bench.Machine(1, rate)
+        assert floor.overlapped_seconds(machine) == pytest.approx(max(reading, computing))
+        assert floor.overlapped_seconds(machine) <= floor.seconds(machine) <= reading + computing
+    slow = bench.Machine(math.inf, math.inf, copying=10.0)
+    assert floor.overlapped_seconds(slow) == floor.seconds(slow) == 10.0 * (2 + 1)
 
 
 def test_the_floor_of_values_that_are_smaller_than_keys() -> None:
@@ -357,7 +370,7 @@ def test_a_step_takes_the_longer_of_reading_and_multiplying(rows: int) -> None:
     """The prompts take a prefill step, and one decode step follows, in which each row reads two tokens."""
     floor = floor_of(bench.Workload([[1]] * rows, [2] * rows))
     step = MATRICES * 2 / 1000 if rows <= 4 else 2 * MATRICES * rows / 4000
-    assert floor.seconds(1000, 4000, 1) == pytest.approx(2 * step + rows * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION))
+    assert floor.seconds(MACHINE) == pytest.approx(2 * step + rows * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION))
 
 
 def test_each_steps_own_rows_decide_whether_it_reads_or_multiplies_longer() -> None:
@@ -365,7 +378,7 @@ def test_each_steps_own_rows_decide_whether_it_reads_or_multiplies_longer() -> N
     floor = floor_of(bench.Workload([[1]] * 8, [2] * 6 + [3] * 2))
     steps = 2 * (2 * MATRICES * 8 / 4000) + MATRICES * 2 / 1000
     keys = (8 * 2 + 2 * 3) * KV_BYTES / 1000
-    assert floor.seconds(1000, 4000, 1) == pytest.approx(steps + keys + 8 * PROMPT_ATTENTION)
+    assert floor.seconds(MACHINE) == pytest.approx(steps + keys + 8 * PROMPT_ATTENTION)
 
 
 def test_matrices_in_fp8_are_read_in_one_byte_and_multiplied_at_their_own_rate() -> None:
@@ -373,7 +386,7 @@ def test_matrices_in_fp8_are_read_in_one_byte_and_multiplied_at_their_own_rate()
     floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), model=with_fp8(WeightShape))
     step = 2 * 2 * LAYER * 4 / 6000 + HEAD * 2 / 1000
     expected = 2 * step + 4 * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
-    assert floor.seconds(1000, 4000, 1, {Fp8Format(): 6000}) == pytest.approx(expected)
+    assert floor.seconds(bench.Machine(1000, 4000, rates={Fp8Format(): 6000})) == pytest.approx(expected)
 
 
 def test_experts_are_read_by_all_rows_and_multiplied_by_some() -> None:
@@ -386,7 +399,7 @@ def test_experts_are_read_by_all_rows_and_multiplied_by_some() -> None:
         experts = 4 * EXPERT * (1 - 0.75**8) * 2 / 1000 if rows == 8 else 2 * EXPERT * 16 / 4000
         step = 2 * (EVERY + ROUTER + HEAD) * rows / 4000 + experts
         expected = 2 * step + rows * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
-        assert floor.seconds(1000, 4000, 1) == pytest.approx(expected)
+        assert floor.seconds(MACHINE) == pytest.approx(expected)
 
 
 def test_long_prompts_read_the_weights_as_often_as_they_need_steps() -> None:
@@ -793,7 +806,7 @@ def test_random_weights_and_json(
     assert {
         "command", "kv_cache_tokens",
         "config", "workload", "device", "num_seqs", "tokens_in", "tokens_out", "startup_seconds", "repeats", "seconds",
-        "tokens_per_second", "floor_seconds", "fraction_of_floor", "versions",
+        "tokens_per_second", "floor_seconds", "fraction_of_floor", "overlapped_floor_seconds", "versions",
     } <= set(figures)  # fmt: skip
     assert figures["command"].startswith("--config tiny --num-seqs 8 ")
     assert figures["workload"] == "nano 4-12 in, 4-12 out"
@@ -802,7 +815,7 @@ def test_random_weights_and_json(
     assert len(figures["repeats"]) == 3
     assert figures["seconds"] == sorted(figures["repeats"])[1]
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens_out"] / figures["seconds"])
-    assert 0 < figures["fraction_of_floor"] < 1
+    assert 0 < figures["fraction_of_overlapped_floor"] <= figures["fraction_of_floor"] < 1
     assert {"torch", "triton"} <= set(figures["versions"])
     assert "tok/s" in told.out
     assert "floor" in told.out
@@ -1061,7 +1074,7 @@ def test_figures_are_printed_before_the_comparison(
     with pytest.raises(ZeroDivisionError):
         bench.main()
     workload = "workload nano 4-12 in, 4-12 out: 3 requests"
-    begin = ["tiny on cpu", workload, "decode steps", "on the CPU 3 requests run", "floor"]
+    begin = ["tiny on cpu", workload, "decode steps", "on the CPU 3 requests run", "floor: ", "floor of prompts"]
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(start) for line, start in zip(lines, begin, strict=True))
     assert "tok/s" in lines[1]

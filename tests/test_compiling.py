@@ -15,6 +15,7 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.kernels.launch import is_recording
+from nanoinfer.process.bar import ignore
 from nanoinfer.runner.message import PrefillMessage
 from nanoinfer.runner.start import compiling
 from nanoinfer.runner.start.compiling import compile_steps
@@ -91,7 +92,9 @@ def launch_elsewhere():
 said = {"errors": [error_of(lambda: _wrong[(1,)](x)), error_of(lambda: 1 / 0)]}
 compiled.clear()
 filters = list(warnings.filters)
-compile_kernels([lambda: step(16), lambda: step(32, 16), lambda: step(32)], "the device")
+heard = []
+compile_kernels([lambda: step(16), lambda: step(32, 16), lambda: step(32)], "the device", heard.append)
+said["heard"] = sum(heard)
 said |= {"compiled": len(compiled), "loaded": len(loaded), "devices": sorted(devices), "launched": list(launched)}
 said["filters"] = warnings.filters == filters
 said["zeros"] = not any(map(any, seen))
@@ -118,7 +121,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_each_kernel_is_compiled_once_and_loaded(said: dict[str, Any]) -> None:
-    assert (said["compiled"], said["loaded"]) == (2, 2)
+    assert (said["compiled"], said["loaded"], said["heard"]) == (2, 2, 2)
     assert said["devices"] == ["the device"]
 
 
@@ -164,10 +167,10 @@ def test_a_start_tries_prompts_of_all_sizes_and_each_decode_step_as_it_runs_late
         return prefill(message)
 
     monkeypatch.setattr(steps, "prefill", note_prefill)
-    monkeypatch.setattr(compiling, "compile_kernels", lambda tried, device: [step() for step in tried])
+    monkeypatch.setattr(compiling, "compile_kernels", lambda tried, *_: [step() for step in tried])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     trials = Trials(runner.config, steps.max_blocks, runner.device)
-    compile_steps(steps, trials, [(4, PLAIN)], [(1, PLAIN), (2, PLAIN)], note_decode)
+    compile_steps(steps, trials, [(4, PLAIN)], [(1, PLAIN), (2, PLAIN)], note_decode, ignore)
     assert decoded == [(4, PLAIN, False), (1, PLAIN, True), (2, PLAIN, True)]
     assert lengths == [[1], [2], [4], [8], [16], [32], [64], [128], [256], [150, 150, 150, 150]]

@@ -363,6 +363,12 @@ class TestCounts:
         assert counted == [("Graphs", 4, 4)]
         assert re.search(r"Graphs: 100%\|█+\| 4/4 \[.* graphs/s\]\n$", terminal.shown)
 
+    def test_kernels_whose_number_nobody_knows(self) -> None:
+        with Terminal() as terminal, Voice(Config(BUNDLED_MODEL, device="cpu")).bar("Kernels", " kernels", None) as on:
+            for _ in range(12):
+                on(1)
+        assert re.search(r"Kernels: 12 kernels \[.* kernels/s\]\n$", terminal.shown)
+
     def test_threads_lose_nothing(self, counted: list[tuple[str, int, int]]) -> None:
         with Terminal(), Voice(Config(BUNDLED_MODEL, device="cpu")).bar("Weights", "B", 40_000) as advance:
             threads = [threading.Thread(target=lambda: [advance(1) for _ in range(5000)]) for _ in range(8)]

@@ -6,8 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 
@@ -95,28 +94,50 @@ class Floor:
             own.append(Load(steps.count * head * in_head, 2 * steps.rows * head, model.head_format))
         return cls(decoding, prompts, num_steps, prefill.count)
 
-    def seconds(
-        self,
-        bandwidth: float,
-        rate: float,
-        devices: int,
-        rates: Mapping[Format, float] = MappingProxyType({}),
-        copying: float = 0,
-    ) -> float:
-        """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
+    def seconds(self, machine: Machine) -> float:
+        """Return the least time on a machine that reads and computes at once within each load, one load after another.
 
-        rates: those of the products with matrices of some formats, if they have others
-        copying: the seconds in which each step's layers come from host memory: it takes no less
+        The steps of a model whose layers come from host memory take no less than these copies.
         """
-
-        def of(load: Load) -> float:
-            own = rate if load.format is None else rates.get(load.format, rate)
-            return max(load.num_bytes / bandwidth, load.operations / own)
-
         return sum(
-            max(sum(map(of, loads)) / devices, steps * copying)
+            max(sum(map(machine.seconds, loads)) / machine.devices, steps * machine.copying)
             for loads, steps in ((self.decoding, self.decode_steps), (self.prompts, self.prompt_steps))
         )
+
+    def overlapped_seconds(self, machine: Machine) -> float:
+        """Return the least time if prompts run beside decode steps: all reading, or all computing, or all copies."""
+        loads = [*self.decoding, *self.prompts]
+        reading, computing = sum(map(machine.reading, loads)), sum(map(machine.computing, loads))
+        copying = (self.decode_steps + self.prompt_steps) * machine.copying
+        return max(reading / machine.devices, computing / machine.devices, copying)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What some devices reach.
+
+    bandwidth: bytes a second of one; rate: its operations a second
+    rates: those of the products with matrices of some formats, if they have others
+    copying: the seconds in which each step's layers come from host memory
+    """
+
+    bandwidth: float
+    rate: float
+    devices: int = 1
+    rates: Mapping[Format, float] = field(default_factory=dict)
+    copying: float = 0
+
+    def reading(self, load: Load) -> float:
+        """Return the seconds in which one device reads a load."""
+        return load.num_bytes / self.bandwidth
+
+    def computing(self, load: Load) -> float:
+        """Return the seconds in which one device computes a load."""
+        return load.operations / (self.rate if load.format is None else self.rates.get(load.format, self.rate))
+
+    def seconds(self, load: Load) -> float:
+        """Return the longer of both."""
+        return max(self.reading(load), self.computing(load))
 
 
 def _tower_loads(work: Workload, itemsize: int) -> list[Load]:

@@ -16,14 +16,17 @@ from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.kernels.fp8 import as_bytes
+from nanoinfer.process.bar import Advance, ignore
 
 Step = Callable[[], object]
 
 _lock = threading.Lock()  # held while launches compile alone
 
 
-def compile_kernels(steps: Sequence[Step], device: torch.device) -> None:
+def compile_kernels(steps: Sequence[Step], device: torch.device, advance: Advance = ignore) -> None:
     """Compile the kernels that steps launch, and load them onto the device. No kernel runs.
+
+    advance: hears of each kernel, in any thread
 
     The steps run torch's own operations alone. They see zeros where kernels would write, and their results mean
     nothing. Raises the error of a step, or of a kernel that does not compile.
@@ -35,21 +38,25 @@ def compile_kernels(steps: Sequence[Step], device: torch.device) -> None:
                 step()
 
     # Triton sets filters of warnings and sets them back, which in threads leaves some behind.
-    with catch_warnings(), _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    with catch_warnings(), _Compilers(device, advance) as pool:
         copy_context().run(collect)  # Triton 3.5 leaves its mode set behind an error
 
 
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile and load, more than there are cores: some wait for other programs, such as ptxas."""
 
+    def __init__(self, device: torch.device, advance: Advance) -> None:
+        super().__init__(initializer=torch.cuda.set_device, initargs=(device,))
+        self._advance = advance
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(lambda: _loaded(fn(*args, **kwargs)))
+        return super().submit(lambda: self._loaded(fn(*args, **kwargs)))
 
-
-def _loaded(kernel: Any) -> Any:
-    """Load a kernel. Some versions of Triton call a C compiler now, for what launches it."""
-    _ = kernel.run
-    return kernel
+    def _loaded(self, kernel: Any) -> Any:
+        """Load a kernel. Some versions of Triton call a C compiler now, for what launches it."""
+        _ = kernel.run
+        self._advance(1)
+        return kernel
 
 
 @contextmanager

@@ -53,6 +53,6 @@ def ignore(done: int) -> None:
     """Count nothing."""
 
 
-def no_bar(total: int) -> AbstractContextManager[Advance]:
+def no_bar(total: int | None) -> AbstractContextManager[Advance]:
     """Return a context in which nobody counts."""
     return nullcontext(ignore)

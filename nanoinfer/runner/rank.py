@@ -141,8 +141,9 @@ class Rank(ABC):
         self._make_cache(1)
         trials = Trials(self.config, self.steps.max_blocks, self.device)
         captured = [(rows, kind) for kind, sizes in self._graph_sizes.items() for rows in sizes]
-        with no_collection():
-            compile_steps(self.steps, trials, self._largest_decodes(trials), captured, self._decode_rows)
+        tried = trials, self._largest_decodes(trials), captured
+        with no_collection(), self._voice.bar("Kernels", " kernels", None) as advance:
+            compile_steps(self.steps, *tried, self._decode_rows, advance)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""

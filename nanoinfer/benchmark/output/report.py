@@ -45,6 +45,10 @@ def report(result: dict[str, Any], is_short: bool) -> None:
         )
     print(
         f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
-        f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it",
+        f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it"
+    )
+    print(
+        f"floor of prompts beside decode steps: {result['overlapped_floor_seconds']:.2f} s;"
+        f" reached {result['fraction_of_overlapped_floor']:.1%} of it",
         flush=True,
     )

@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer.kernels.compiling import compile_kernels
 from nanoinfer.kernels.launch import recording
+from nanoinfer.process.bar import Advance
 from nanoinfer.runner.message import PrefillMessage
 from nanoinfer.runner.start.trials import Trials
 from nanoinfer.runner.steps.kinds import DecodeKind
@@ -24,10 +25,11 @@ def compile_steps(
     launched: list[RowsOfKind],
     captured: list[RowsOfKind],
     decode: Callable[[int, DecodeKind], None],
+    advance: Advance,
 ) -> None:
     """Compile the kernels of prompts, and of decode steps that are to be launched and captured.
 
-    decode: launches a step of so many rows and of a kind
+    decode: launches a step of so many rows and of a kind; advance: as for compile_kernels
     """
 
     def prefill(message: PrefillMessage) -> None:
@@ -39,6 +41,6 @@ def compile_steps(
     tried += [partial(recording()(decode), *step) for step in captured]
     tried += [partial(prefill, message) for message in (*trials.prefills(), *trials.largest_prefills())]
     with steps.model.one_of_each():
-        compile_kernels(tried, device)
+        compile_kernels(tried, device, advance)
     torch.cuda.synchronize(device)
     torch._C._cuda_clearCublasWorkspaces()

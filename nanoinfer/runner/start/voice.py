@@ -38,15 +38,16 @@ class Voice:
         """How long the start has taken so far."""
         return time.monotonic() - self._began
 
-    def bar(self, what: str, unit: str, total: int) -> AbstractContextManager[Advance]:
+    def bar(self, what: str, unit: str, total: int | None) -> AbstractContextManager[Advance]:
         """Return a context that shows a bar, unless the work ends before the start has taken long.
 
-        what: begins the bar; unit: "B" for bytes, which are shown in kB, MB and so on; total: how many there are
+        what: begins the bar; unit: "B" for bytes, which are shown in kB, MB and so on
+        total: how many there are; None: nobody knows
         """
         return self._bar(what, unit, total) if self.is_heard else no_bar(total)
 
     @contextmanager
-    def _bar(self, what: str, unit: str, total: int) -> Iterator[Advance]:
+    def _bar(self, what: str, unit: str, total: int | None) -> Iterator[Advance]:
         delay = max(QUIET_SECONDS - self.seconds, 0.0)
         how = {"unit": unit, "unit_scale": unit == "B", "delay": delay, "miniters": 1, "dynamic_ncols": True}
         with Bar(total=total, desc=f"{what}{self._who}", **how) as bar:
