@@ -39,7 +39,7 @@ from nanoinfer import (
     reference,
 )
 from nanoinfer.batch import run
-from nanoinfer.batch.adapters import Folders
+from nanoinfer.batch.lines.adapters import Folders
 from nanoinfer.config import Config
 from nanoinfer.engine.client import InFlightPolicy, LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason

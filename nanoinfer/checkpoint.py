@@ -15,7 +15,7 @@ from nanoinfer.checks import as_int, check_choice, check_settings
 from nanoinfer.generation_config import read_generation_config
 from nanoinfer.gguf.config import config_of
 from nanoinfer.gguf.header import GGUF, is_gguf, read_header
-from nanoinfer.gguf.modules import quantization_of
+from nanoinfer.gguf.tensors.modules import quantization_of
 from nanoinfer.hub import reason_of
 from nanoinfer.models import check_architectures, describe
 from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only

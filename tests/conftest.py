@@ -39,7 +39,7 @@ from nanoinfer.benchmark.shapes import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes.prefix_tree import PrefixTree
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.process.collector import no_collection
 

@@ -30,10 +30,10 @@ from safetensors.torch import load
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch import progress as batch_progress
-from nanoinfer.batch.adapters import Models, with_slots
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
-from nanoinfer.batch.lines import PROMPTS, LineError, complete, read_job, read_line, take_prompt
+from nanoinfer.batch.lines.adapters import Models, with_slots
+from nanoinfer.batch.lines.requests import PROMPTS, LineError, complete, read_job, read_line, take_prompt
 from nanoinfer.batch.progress import Progress
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}

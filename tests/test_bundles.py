@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanoinfer.attention import make_backend, triton_backend
 from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
-from nanoinfer.kernels.attention.bundles import bundle, bundle_reference, bundle_triton, queries_of_a_bundle
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.decode.bundles import bundle, bundle_reference, bundle_triton, queries_of_a_bundle
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.launch import launch_in_between
 
 CONTEXTS = [1, 0, 100, 300, 64, 112, 30, 0]  # of the rows' last tokens, by row; 0: the row is empty

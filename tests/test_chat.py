@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer import BUNDLED_MODEL
-from nanoinfer.batch.lines import read_job, read_line
+from nanoinfer.batch.lines.requests import read_job, read_line
 from nanoinfer.config import Config
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.inputs import Inputs

@@ -9,8 +9,8 @@ import torch
 from test_kernels import assert_close, attend_densely, forget, paged, randn
 
 from nanoinfer.attention.context import Scoring
-from nanoinfer.kernels.attention import cpu_decode
-from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.decode import cpu_decode
+from nanoinfer.kernels.attention.decode.cpu_decode import paged_decode_cpu, plan_runs
 
 BLOCK_SIZE = 32
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.attention.context import Scoring
-from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
+from nanoinfer.kernels.attention.decode.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.decode.decode_plan import FEW_ROWS
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.fp8 import LANES, can_split, narrow_queries
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.fp8 import FP8, LARGEST
 
 PLAYS = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n"

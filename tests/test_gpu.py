@@ -21,10 +21,10 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.engine.results.step_result import InFlight
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
-from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
-from nanoinfer.kernels.attention.qkv import norm_rotate_store
+from nanoinfer.kernels.attention.decode.decode_plan import FEW_ROWS
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_triton
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_store
 from nanoinfer.kernels.linear.activation import gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave

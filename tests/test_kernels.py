@@ -29,14 +29,14 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from nanoinfer.attention import BACKENDS, choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, choose_programs, plan_decode
+from nanoinfer.kernels.attention.decode.decode_plan import FEW_ROWS, choose_programs, plan_decode
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.output_gate import gate_heads_reference, gate_heads_triton
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
-from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.projected.qkv import Parts, norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.attention.projected.sum_squares import sum_squares_reference, sum_squares_triton
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
-from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_squares_triton
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear import one_wave
 from nanoinfer.kernels.linear.activation import (
@@ -1105,7 +1105,7 @@ def test_paged_prefill_of_windows_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels ignore tokens that no query sees, here NaN. Windows begin at a tile's border and inside one."""
-    monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
+    monkeypatch.setattr("nanoinfer.kernels.attention.prefill.paged_prefill.QUERIES_AT_ONCE", 60)
     heads, _, head_dim, _ = shape
     query_lens, context_lens = [1, 16, 70, 3, 130, 1], [1, 16, 100, 66, 130, 112]
     pages = paged(context_lens, *shape, dtype)
@@ -1142,7 +1142,7 @@ def test_paged_prefill_of_tokens_that_see_beyond_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Images begin before a chunk, at a tile's border and inside one, are longer than a tile, and end with a chunk."""
-    monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
+    monkeypatch.setattr("nanoinfer.kernels.attention.prefill.paged_prefill.QUERIES_AT_ONCE", 60)
     heads, _, head_dim, _ = shape
     query_lens, context_lens = [1, 16, 70, 3, 230], [1, 16, 100, 66, 300]
     pages = paged(context_lens, *shape, dtype)

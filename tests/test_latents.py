@@ -29,10 +29,10 @@ from nanoinfer.attention.context import Context, GroupContext, PackedQueries
 from nanoinfer.attention.latents import plan_prefill
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.bundles import bundle
-from nanoinfer.kernels.attention.decode_plan import DecodePlan
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.decode.bundles import bundle
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.latent import combine
 from nanoinfer.kernels.latent.decode import meet_latents, parts_of, plan_latents, queries_at_once

@@ -17,9 +17,15 @@ from torch import Tensor
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import make_backend
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
-from nanoinfer.kernels.attention import long_prefill, prefill_plan
-from nanoinfer.kernels.attention.long_prefill import attend, attend_reference, can_attend, merge, merge_reference
-from nanoinfer.kernels.attention.prefill_plan import LONG, LONGEST, UNIT, DividedPrefill, divide
+from nanoinfer.kernels.attention.prefill import long_prefill, prefill_plan
+from nanoinfer.kernels.attention.prefill.long_prefill import (
+    attend,
+    attend_reference,
+    can_attend,
+    merge,
+    merge_reference,
+)
+from nanoinfer.kernels.attention.prefill.prefill_plan import LONG, LONGEST, UNIT, DividedPrefill, divide
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16
 

@@ -13,8 +13,8 @@ from test_batch import SMALL, write
 
 from nanoinfer import BUNDLED_MODEL, RequestOutput, SampleOutput
 from nanoinfer.batch import run
-from nanoinfer.batch.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
-from nanoinfer.batch.lines import MOST_OF_REASON, Line, LineError
+from nanoinfer.batch.lines.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
+from nanoinfer.batch.lines.requests import MOST_OF_REASON, Line, LineError
 from nanoinfer.batch.report.report import (
     MOST_BINS,
     MOST_OF_ID,

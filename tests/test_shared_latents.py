@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanoinfer import LLM
 from nanoinfer.engine.prefixes import shared_prefixes
-from nanoinfer.kernels.attention.bundles import bundle
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.decode.bundles import bundle
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.latent.decode import meet_latents, queries_at_once
 from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents

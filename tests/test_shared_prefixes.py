@@ -18,17 +18,17 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.prefixes import shared_prefixes
 from nanoinfer.engine.prefixes.shared_prefixes import PrefixFinder
 from nanoinfer.engine.results.step_result import StepResult
-from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.prefix_plan import (
+from nanoinfer.kernels.attention.decode.bundles import bundle, queries_of_a_bundle
+from nanoinfer.kernels.attention.decode.decode_plan import FEW_ROWS
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.prefixes.prefix_plan import (
     TILE_QUERIES,
     SharedPrefixes,
     max_parts,
     share_queries_reference,
     share_queries_triton,
 )
-from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.attention.prefixes.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.runner.message import PrefixMessage
 from nanoinfer.runner.steps.kinds import DecodeKind, graph_batch_sizes, sharing_batch_sizes

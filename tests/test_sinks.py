@@ -21,11 +21,11 @@ from nanoinfer import LLM
 from nanoinfer.attention import choose_backend, make_backend, triton_backend
 from nanoinfer.attention.context import Scoring
 from nanoinfer.engine.prefixes import shared_prefixes
-from nanoinfer.kernels.attention import long_prefill, prefill_plan
-from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
+from nanoinfer.kernels.attention.decode.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.prefill import long_prefill, prefill_plan
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults, attend_to_prefixes
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
 
@@ -50,7 +50,7 @@ def test_prompts(
     shape: Shape, window: int | None, softcap: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole ones, and chunks behind a context; keys before a window are no numbers."""
-    monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
+    monkeypatch.setattr("nanoinfer.kernels.attention.prefill.paged_prefill.QUERIES_AT_ONCE", 60)
     heads, _, head_dim, _ = shape
     query_lens, context_lens = [1, 16, 70, 3, 130, 1], [1, 16, 100, 66, 130, 112]
     how = make_scoring(heads, head_dim, window, softcap)

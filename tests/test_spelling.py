@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import LLM, RequestOutput
-from nanoinfer.batch.lines import read_job, read_line
-from nanoinfer.batch.results import result_row
+from nanoinfer.batch.lines.requests import read_job, read_line
+from nanoinfer.batch.lines.results import result_row
 from nanoinfer.requests.text.spelling import TokenDecoder, is_byte, text_offsets
 
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -25,13 +25,13 @@ from nanoinfer.attention import choose_backend, make_backend, triton_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Scoring
 from nanoinfer.engine.prefixes import shared_prefixes
-from nanoinfer.kernels.attention import long_prefill, prefill_plan
-from nanoinfer.kernels.attention.bundles import bundle
-from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
-from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
+from nanoinfer.kernels.attention.decode.bundles import bundle
+from nanoinfer.kernels.attention.decode.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.prefill import long_prefill, prefill_plan
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults, attend_to_prefixes
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.layers import attention

@@ -18,7 +18,7 @@ from nanoinfer.kernels.fp8 import HAS_FP8
 class AttentionBackend(Protocol):
     """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
-    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe. group: the layer's
+    The tensors have the shapes that paged_prefill.py and paged_decode.py of kernels/attention say. group: the layer's
     prefills_latents: `prefill` takes latents, as `decode` does
     """
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.pairs import AdapterRows
-from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefill.prefill_plan import DividedPrefill
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.delta.chunks import Chunks
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.steering import SteeredTokens

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Scoring
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order

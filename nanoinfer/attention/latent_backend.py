@@ -7,9 +7,9 @@ from torch import Tensor
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
 from nanoinfer.attention.triton_backend import TritonBackend
-from nanoinfer.kernels.attention.bundles import Bundles
-from nanoinfer.kernels.attention.decode_plan import DecodePlan
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.decode.bundles import Bundles
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.latent.decode import meet_latents, plan_latents, queries_at_once
 from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Scoring
-from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
+from nanoinfer.kernels.attention.decode.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference
 
 
 class TorchBackend:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Guesses, Scoring
-from nanoinfer.kernels.attention.bundles import Bundles, bundle, queries_of_a_bundle
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
-from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
-from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
-from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.attention.decode.bundles import Bundles, bundle, queries_of_a_bundle
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, plan_decode
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_triton
+from nanoinfer.kernels.attention.prefill.long_prefill import attend_from, can_attend
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefixes.shared_prefix import attend_to_prefixes
 
 
 class TritonBackend:

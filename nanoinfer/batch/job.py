@@ -10,11 +10,11 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
 
-from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
 from nanoinfer.batch.files import STANDARD, FileLines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.ledger import Ledger, manifest_of
-from nanoinfer.batch.lines import LineError
+from nanoinfer.batch.lines.adapters import Folders, Models, check_folders, load_all, with_slots
+from nanoinfer.batch.lines.requests import LineError
 from nanoinfer.batch.loop import Loop, SomeJob, read_jobs
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import RunReport

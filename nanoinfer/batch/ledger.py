@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from nanoinfer.batch.files import Codec, FileLines, Writer, codec_of, write_all
-from nanoinfer.batch.lines import digest
+from nanoinfer.batch.lines.requests import digest
 from nanoinfer.checks import short
 
 

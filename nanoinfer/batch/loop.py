@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.batch.adapters import Models
 from nanoinfer.batch.files import FileLines
 from nanoinfer.batch.interrupts import Interrupts
-from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
+from nanoinfer.batch.lines.adapters import Models
+from nanoinfer.batch.lines.requests import Job, LineError, digest, read_job, read_line
+from nanoinfer.batch.lines.results import result_row
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report.report import RunReport
-from nanoinfer.batch.results import result_row
 from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from nanoinfer.batch.errors import Errors
-from nanoinfer.batch.lines import LineError
+from nanoinfer.batch.lines.errors import Errors
+from nanoinfer.batch.lines.requests import LineError
 from nanoinfer.process.standard_error import is_terminal, replace_line, say
 
 ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines

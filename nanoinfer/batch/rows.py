@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoinfer.batch.lines import LineError
+from nanoinfer.batch.lines.requests import LineError
+from nanoinfer.batch.lines.results import encode, error_row
 from nanoinfer.batch.progress import Progress
-from nanoinfer.batch.results import encode, error_row
 
 
 class RowWriter:

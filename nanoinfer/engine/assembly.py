@@ -16,7 +16,7 @@ from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.engine.speculation.speculation import Speculation
 from nanoinfer.engine.speculation.text_slots import TextSlots
 from nanoinfer.engine.text_scheduler import TextScheduler
-from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
+from nanoinfer.kernels.attention.prefixes.prefix_plan import rows_of_a_tile
 
 EAGER_BYTES = 2**28  # of the KV cache on a CPU: cached prefixes may take them, however little runs
 

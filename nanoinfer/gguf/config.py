@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoinfer.gguf.families import family_of
+from nanoinfer.gguf.architectures.families import family_of
+from nanoinfer.gguf.architectures.rotations import LENGTH, head_size, usual_head_size
 from nanoinfer.gguf.header import Header, layers_of
-from nanoinfer.gguf.rotations import LENGTH, head_size, usual_head_size
 
 COMMON = {  # the config's names of what most metadata say
     "context_length": "max_position_embeddings",

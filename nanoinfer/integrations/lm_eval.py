@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanoinfer.batch.adapters import check_folders, load_all, with_slots
+from nanoinfer.batch.lines.adapters import check_folders, load_all, with_slots
 from nanoinfer.llm import LLM
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.outputs import score_of, warn_of_errors

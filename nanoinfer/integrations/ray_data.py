@@ -15,9 +15,9 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, with_slots
-from nanoinfer.batch.hidden_states import as_safetensors
-from nanoinfer.batch.lines import MEDIA, PROMPTS, TEMPLATE, complete, take_prompt
+from nanoinfer.batch.lines.adapters import Folders, Models, check_folders, load_all, with_slots
+from nanoinfer.batch.lines.hidden_states import as_safetensors
+from nanoinfer.batch.lines.requests import MEDIA, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM

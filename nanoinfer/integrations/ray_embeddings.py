@@ -10,7 +10,7 @@ import pyarrow as pa
 from ray.data import Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.lines import take_prompt
+from nanoinfer.batch.lines.requests import take_prompt
 from nanoinfer.integrations.ray_data import BATCHES, KNOWN, READ, Engine, map_by, plain, pop_media
 from nanoinfer.llm import LLM
 from nanoinfer.requests.reading.outputs import EmbeddingOutput

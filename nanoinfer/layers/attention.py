@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store
-from nanoinfer.kernels.attention.sum_squares import sum_squares
+from nanoinfer.kernels.attention.projected.qkv import Parts, norm_rotate_store
+from nanoinfer.kernels.attention.projected.sum_squares import sum_squares
 from nanoinfer.layers.linear import gather
 from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         name: the module in the checkpoint of the attention that writes the keys and values
         layer: that layer's index in the KV cache; group: its group's
         rotary: None: the layer does not rotate its queries and keys
-        query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
+        query_scales: [positions] float32, factors of the rotated queries (kernels.attention.projected.qkv); None: none
         norms: the norm of the queries, and that of the keys unless another layer writes these; None: the model has none
         full_norms: given if each norm goes over all heads of a token at once
         parts, value_norm, norm_last, value_scale: as for norm_rotate_store

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention.context import Context
-from nanoinfer.kernels.attention.qkv import norm_rotate_reference, norm_rotate_store
-from nanoinfer.kernels.attention.texts import attend_to_texts
+from nanoinfer.kernels.attention.prefill.texts import attend_to_texts
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_reference, norm_rotate_store
 from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.weights.shards import Shard

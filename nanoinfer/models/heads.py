@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.kernels.attention.qkv import Parts
+from nanoinfer.kernels.attention.projected.qkv import Parts
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KVHeads:
 
     @property
     def parts(self) -> Parts:
-        """What the layer projects, see kernels.attention.qkv."""
+        """What the layer projects, see kernels.attention.projected.qkv."""
         if self.source is not None:
             return "q"
         return "qk" if self.values_are_keys else "qkv"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
-from nanoinfer.kernels.attention.qkv import norm_rotate_reference, norm_rotate_store
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_reference, norm_rotate_store
 from nanoinfer.kernels.linear import activation as gates
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoinfer.gguf.blocks import GgufPart
+from nanoinfer.gguf.tensors.blocks import GgufPart
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Filled, Target
 from nanoinfer.weights.together import is_together
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import short
-from nanoinfer.gguf.blocks import GgufPart
-from nanoinfer.gguf.files import GgufFiles
 from nanoinfer.gguf.header import is_gguf
+from nanoinfer.gguf.tensors.blocks import GgufPart
+from nanoinfer.gguf.tensors.files import GgufFiles
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.weights.bitsandbytes.files import log_numbers, split

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, empty
 
-from nanoinfer.kernels.attention.bundles import bundle
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.decode.bundles import bundle
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.latent.decode import meet_latents as meet
 from nanoinfer.kernels.latent.decode import plan_latents, queries_at_once
 from nanoinfer.kernels.latent.shared_prefix import attend_to_shared_latents

@@ -19,16 +19,16 @@ from nanoinfer.kernels.adapters.experts import ExpertAdapters
 from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.kernels.adapters.products import expand, expand_triton, pieces_for, shrink
-from nanoinfer.kernels.attention.bundles import bundle, queries_of_a_bundle
-from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.decode.bundles import bundle, queries_of_a_bundle
+from nanoinfer.kernels.attention.decode.decode_plan import plan_decode
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
-from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
-from nanoinfer.kernels.attention.qkv import norm_rotate_store
-from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
-from nanoinfer.kernels.attention.texts import attend_to_texts_triton
+from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.prefill.texts import attend_to_texts_triton
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefixes.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_store
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nanoinfer.batch.errors import Errors
+from nanoinfer.batch.lines.errors import Errors
 from nanoinfer.batch.report.charts import Chart, draw
 
 UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # controls, and halves of characters

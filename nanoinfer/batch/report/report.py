@@ -6,8 +6,8 @@ import os
 from collections import Counter
 from typing import NamedTuple
 
-from nanoinfer.batch.errors import Errors
-from nanoinfer.batch.lines import Line
+from nanoinfer.batch.lines.errors import Errors
+from nanoinfer.batch.lines.requests import Line
 from nanoinfer.batch.report.charts import Chart, Histogram, OverTime
 from nanoinfer.batch.report.page import Result, make_page
 from nanoinfer.engine.results.step_result import StepResult

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanoinfer.kernels.attention.prefix_plan import MIN_ROWS
+from nanoinfer.kernels.attention.prefixes.prefix_plan import MIN_ROWS
 from nanoinfer.runner.message import PrefixMessage, SharedRun
 
 # What sharing costs, beside the reading that it saves:

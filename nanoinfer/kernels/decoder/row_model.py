@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
-from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference
+from nanoinfer.kernels.attention.decode.paged_decode import paged_decode_reference
+from nanoinfer.kernels.attention.projected.qkv import norm_rotate_store_reference
 from nanoinfer.kernels.decoder.shares import WAVE
 from nanoinfer.kernels.launch import is_measured, num_multiprocessors
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference
@@ -38,7 +38,7 @@ class RowModel(NamedTuple):
     """Layers of one shape, and what is before and behind them.
 
     embeddings: [tokens, hidden]; last_norm: [hidden]
-    cos_sin: [positions, head_dim] float32, as kernels.attention.qkv rotates pairs i and i + head_dim / 2
+    cos_sin: [positions, head_dim] float32, as kernels.attention.projected.qkv rotates pairs i and i + head_dim / 2
     eps: of all norms; scale: a score's factor
     """
 

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.bundles import Bundles, load_queries
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs, plan_decode
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.decode.bundles import Bundles, load_queries
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, Programs, plan_decode
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.attention.scores import LOG2_E, first_numbers
-from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.latent.combine import Partials, combine
 from nanoinfer.kernels.launch import (

@@ -7,9 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
+from nanoinfer.kernels.attention.prefixes.prefix_plan import (
+    TILE_FIELDS,
+    TILE_QUERIES,
+    SharedPrefixes,
+    SharedQueries,
+    max_parts,
+)
+from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults
 from nanoinfer.kernels.attention.scores import LOG2_E
-from nanoinfer.kernels.attention.shared_prefix import SharedResults
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.latent.decode import choose_programs, load_queries_of_latents, meet_tile, most_lanes
 from nanoinfer.kernels.launch import launch_options, next_power_of_2, wait_for_predecessor

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import put
-from nanoinfer.kernels.attention.rotary import finite, in_fp8, load_pairs, rotated, store_pairs
+from nanoinfer.kernels.attention.projected.rotary import finite, in_fp8, load_pairs, rotated, store_pairs
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference

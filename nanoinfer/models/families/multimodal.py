@@ -14,16 +14,15 @@ from nanoinfer.models.families import (
     exaone4,
     glm,
     granite,
-    lfm2,
     llama,
     mistral,
     muse_glimmer,
     qwen2,
     qwen3,
-    qwen3_5,
 )
 from nanoinfer.models.families.encoders import embedding_gemma2
 from nanoinfer.models.families.gemma import gemma, gemma4
+from nanoinfer.models.families.hybrids import lfm2, qwen3_5
 from nanoinfer.models.families.latent import deepseek, mistral4
 from nanoinfer.models.families.mixtures import glm4_moe
 from nanoinfer.models.reading import refuse_windows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts
-from nanoinfer.models.families.qwen3_5 import read_delta
+from nanoinfer.models.families.hybrids.qwen3_5 import read_delta
 from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_mixers, read_windows, refuse_windows
 from nanoinfer.models.rope import read_max_position, read_rope

@@ -11,8 +11,8 @@ import torch
 from nanoinfer.attention.cache_layout import lay_out
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
-from nanoinfer.kernels.attention.prefill_plan import LONG
+from nanoinfer.kernels.attention.prefill.long_prefill import MOST_KEYS, is_faster
+from nanoinfer.kernels.attention.prefill.prefill_plan import LONG
 from nanoinfer.kernels.delta.chunks import CHUNK, STRETCH
 from nanoinfer.media.pixels import Pixels
 from nanoinfer.media.processor import MediaProcessor

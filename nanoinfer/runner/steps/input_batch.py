@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, GroupContext, StateContext
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
 from nanoinfer.kernels.drafting.pack import GuessedRows
 from nanoinfer.kernels.rows import advance_rows, locate_rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.prefix_plan import MIN_ROWS
+from nanoinfer.kernels.attention.prefixes.prefix_plan import MIN_ROWS
 from nanoinfer.runner.drafting.sizes import VerifySize
 
 MAX_GRAPH_ROWS = 512

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, StateContext
-from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
+from nanoinfer.kernels.attention.prefill.prefill_plan import DividedPrefill, divide
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Guesses
 from nanoinfer.config import PROCESSED, Config
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.drafting.gather import RowColumns
 from nanoinfer.kernels.drafting.pack import GuessedRows
 from nanoinfer.layers.sampler import Sampler

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.gguf.blocks import CODES, FACTORS, K_BLOCK, KINDS, MINIMA, SCALES, factors_of
+from nanoinfer.gguf.tensors.blocks import CODES, FACTORS, K_BLOCK, KINDS, MINIMA, SCALES, factors_of
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.format import GroupFormat

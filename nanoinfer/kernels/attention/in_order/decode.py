@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, Programs
 from nanoinfer.kernels.attention.in_order.chunk import (
     CHUNK,
     UNSEEN,

@@ -10,8 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
-from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, SharedQueries, max_parts
+from nanoinfer.kernels.attention.prefill.paged_prefill import Tiles, choose_tiles, fits
+from nanoinfer.kernels.attention.prefixes.prefix_plan import (
+    TILE_FIELDS,
+    TILE_QUERIES,
+    SharedPrefixes,
+    SharedQueries,
+    max_parts,
+)
 from nanoinfer.kernels.attention.scores import attend_to_tile, bias_in_log2, first_numbers, in_log2, load_slopes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-from nanoinfer.batch.adapters import Models
-from nanoinfer.batch.embeddings import Embedding
+from nanoinfer.batch.lines.adapters import Models
+from nanoinfer.batch.lines.embeddings import Embedding
 from nanoinfer.checks import check_flag, short
 from nanoinfer.llm import LLM
 from nanoinfer.requests.inputs import Prompt

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any
 
-from nanoinfer.batch.hidden_states import as_text
-from nanoinfer.batch.lines import Job, Line, LineError, digest
+from nanoinfer.batch.lines.hidden_states import as_text
+from nanoinfer.batch.lines.requests import Job, Line, LineError, digest
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput

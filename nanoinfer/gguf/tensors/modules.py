@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from nanoinfer.gguf.composed import in_bits, type_in_bits
+from nanoinfer.gguf.architectures.names import GgufNames
 from nanoinfer.gguf.header import Header
-from nanoinfer.gguf.names import GgufNames
+from nanoinfer.gguf.tensors.composed import in_bits, type_in_bits
 
 
 def quantization_of(header: Header) -> dict[str, Any] | None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoinfer.gguf.composed import Composition
+from nanoinfer.gguf.architectures.rotations import rope_of
 from nanoinfer.gguf.header import Header
-from nanoinfer.gguf.rotations import rope_of
-from nanoinfer.gguf.tensor import Change, Order
+from nanoinfer.gguf.tensors.composed import Composition
+from nanoinfer.gguf.tensors.tensor import Change, Order
 
 QUERIES, KEYS = re.compile(r"\.attn_q\.(weight|bias)$"), re.compile(r"\.attn_k\.(weight|bias)$")
 DECAYS = "ssm_a"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanoinfer.gguf.header import Header
-from nanoinfer.gguf.tensor import GgufTensor
+from nanoinfer.gguf.tensors.tensor import GgufTensor
 
 LOCAL_THETA = 10_000.0  # of Gemma 3's layers with windows, which few files say
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanoinfer.batch.adapters import Models
+from nanoinfer.batch.lines.adapters import Models
 from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.llm import LLM
 from nanoinfer.requests.prompts import ComingRequest

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.gguf.header import Entry, block_of
-from nanoinfer.gguf.tensor import Change, GgufTensor
+from nanoinfer.gguf.tensors.tensor import Change, GgufTensor
 
 # What tensors are called instead of "weight".
 CODES, SCALES, MINIMA, FACTORS = "weight_codes", "weight_scales", "weight_minima", "weight_factors"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from nanoinfer.gguf import readings, rotations
-from nanoinfer.gguf.composed import (
+from nanoinfer.gguf.architectures import readings, rotations
+from nanoinfer.gguf.architectures.family import Family
+from nanoinfer.gguf.header import Header
+from nanoinfer.gguf.tensors.composed import (
     Composition,
     as_it_is,
     below,
@@ -16,8 +18,6 @@ from nanoinfer.gguf.composed import (
     turned,
     turned_pairs,
 )
-from nanoinfer.gguf.family import Family
-from nanoinfer.gguf.header import Header
 
 TOWERS = "clip", "mmproj"
 MODEL = "model"

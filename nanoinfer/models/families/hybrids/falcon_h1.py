@@ -10,8 +10,8 @@ from nanoinfer.kernels.linear.activation import ScaledGate
 from nanoinfer.layers.mamba import Mamba2, NormPlace
 from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description
-from nanoinfer.models.families.mamba.bamba import NAMES
-from nanoinfer.models.families.mamba.settings import read_mamba
+from nanoinfer.models.families.hybrids.bamba import NAMES
+from nanoinfer.models.families.hybrids.settings import read_mamba
 from nanoinfer.models.reading import describe_common, read_activation
 from nanoinfer.models.settings import head_dim_of, positive
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanoinfer.gguf.blocks import CODES
-from nanoinfer.gguf.composed import Slices, WholeTensor, in_bits
-from nanoinfer.gguf.families import family_of
+from nanoinfer.gguf.architectures.families import family_of
+from nanoinfer.gguf.architectures.names import GgufNames
 from nanoinfer.gguf.header import Entry, Header, layers_of, read_header
-from nanoinfer.gguf.names import GgufNames
-from nanoinfer.gguf.tensor import PLAIN, GgufTensor
+from nanoinfer.gguf.tensors.blocks import CODES
+from nanoinfer.gguf.tensors.composed import Slices, WholeTensor, in_bits
+from nanoinfer.gguf.tensors.tensor import PLAIN, GgufTensor
 
 log = logging.getLogger("nanoinfer")
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nanoinfer.batch.lines import LineError
+from nanoinfer.batch.lines.requests import LineError
 
 MOST_KINDS = 20  # that are counted; errors of further kinds count together
 MOST_KEPT = 100  # errors whose messages are kept

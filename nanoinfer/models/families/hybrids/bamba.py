@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families.mamba.settings import MAMBA, read_mamba
+from nanoinfer.models.families.hybrids.settings import MAMBA, read_mamba
 from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_mixers
 from nanoinfer.models.rope import read_rope, read_rotary_dim

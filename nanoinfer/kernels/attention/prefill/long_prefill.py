@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.prefill_plan import LONGEST, UNIT, Stretch
+from nanoinfer.kernels.attention.prefill.prefill_plan import LONGEST, UNIT, Stretch
 from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.models.description import Description, NoMixer
 from nanoinfer.models.experts import MoEConfig, read_corrected_experts
-from nanoinfer.models.families.mamba.settings import MAMBA, read_heads, read_limits
+from nanoinfer.models.families.hybrids.settings import MAMBA, read_heads, read_limits
 from nanoinfer.models.module_names import ModuleNames
 from nanoinfer.models.reading import describe_common, read_mixers, read_width
 from nanoinfer.models.settings import of_layers, refuse, size_of

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.gguf.blocks import GgufPart, parts_of, span_of, type_of
 from nanoinfer.gguf.header import Entry, Header
-from nanoinfer.gguf.tensor import GgufTensor, Order
+from nanoinfer.gguf.tensors.blocks import GgufPart, parts_of, span_of, type_of
+from nanoinfer.gguf.tensors.tensor import GgufTensor, Order
 
 
 class Slices(Protocol):

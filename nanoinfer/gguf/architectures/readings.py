@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoinfer.gguf.architectures.rotations import head_size, usual_head_size
 from nanoinfer.gguf.header import Header, layers_of
-from nanoinfer.gguf.rotations import head_size, usual_head_size
 
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers
 SHARED_SIZE = "expert_shared_feed_forward_length"

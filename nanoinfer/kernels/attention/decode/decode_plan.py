@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.bundles import Bundles
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.attention.decode.bundles import Bundles
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import (
     RESERVED_BYTES,

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.bundles import load_queries
-from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
+from nanoinfer.kernels.attention.decode.bundles import load_queries
+from nanoinfer.kernels.attention.decode.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import LANES, can_split, load_halves, multiply_keys, narrow_queries, read, twice
+from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.attention.scores import (
     Bias,
     bias_in_log2,
@@ -22,7 +23,6 @@ from nanoinfer.kernels.attention.scores import (
     load_slopes,
     scores_in_log2,
 )
-from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import (
     launch_options,

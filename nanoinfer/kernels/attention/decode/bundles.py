@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, SharedQueries, share_queries
+from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes, SharedQueries, share_queries
 from nanoinfer.kernels.launch import cdiv, launch_options, load_complete, next_power_of_2, wait_for_predecessor
 
 MOST_LANES = 64  # queries times heads: four warps hold their scores

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from nanoinfer.gguf.composed import WholeTensor
-from nanoinfer.gguf.families import family_of
+from nanoinfer.gguf.architectures.families import family_of
 from nanoinfer.gguf.header import Entry, Header, import_gguf
-from nanoinfer.gguf.tensor import GgufTensor
+from nanoinfer.gguf.tensors.composed import WholeTensor
+from nanoinfer.gguf.tensors.tensor import GgufTensor
 
 ENDS = "", ".weight", ".bias"  # of names in the file, behind those that gguf's tables have
 EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -1,0 +1,1 @@
+"""What a line of a batch file asks for, and the line that answers it."""

@@ -1,0 +1,1 @@
+"""Attention of decode steps: one token a row, and its guesses."""

@@ -1,0 +1,1 @@
+"""Attention of prompts, and of texts that are read."""

@@ -1,0 +1,1 @@
+"""Attention to a prefix that several rows share, read once for all."""

@@ -1,0 +1,1 @@
+"""What becomes of projected queries, keys and values before they attend."""

@@ -1,1 +1,0 @@
-"""Families some of whose layers are Mamba2's."""
