@@ -18,9 +18,9 @@ from nanoinfer.gguf.header import GGUF, is_gguf, read_header
 from nanoinfer.gguf.tensors.modules import quantization_of
 from nanoinfer.hub import reason_of
 from nanoinfer.models import check_architectures, describe
-from nanoinfer.models.classes import ALL_CLASSIFIERS, READERS, read_only
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.ranks import check_ranks
+from nanoinfer.models.reading.classes import ALL_CLASSIFIERS, READERS, read_only
 from nanoinfer.pooling.files import makes_embeddings
 from nanoinfer.process.collector import no_collection
 from nanoinfer.weights.bitsandbytes.files import modules_of

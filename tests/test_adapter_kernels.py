@@ -28,10 +28,10 @@ from nanoinfer.kernels.linear.activation import Activation, Ungated, gate_mul_re
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
-from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.operands.gathered import GatheredWeight
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))

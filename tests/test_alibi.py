@@ -40,8 +40,8 @@ from nanoinfer.kernels.attention.prefill import prefill_plan
 from nanoinfer.kernels.attention.prefill.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.prefixes.shared_prefix import SharedResults, attend_to_prefixes
 from nanoinfer.models import describe
-from nanoinfer.models.alibi import alibi_slopes
-from nanoinfer.models.attention_parts import scoring_of
+from nanoinfer.models.attention.alibi import alibi_slopes
+from nanoinfer.models.attention.parts import scoring_of
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import llama
 from nanoinfer.models.ranks import check_ranks_in_order

@@ -56,10 +56,10 @@ from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.media.tower.grids import derive
 from nanoinfer.models import describe
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description, NoMixer
-from nanoinfer.models.experts import MoEConfig
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.module_names import ModuleNames
+from nanoinfer.models.reading.experts import MoEConfig
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.plain.format import PLAIN

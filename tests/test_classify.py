@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.models.classes import CLASSIFIERS
+from nanoinfer.models.reading.classes import CLASSIFIERS
 from nanoinfer.requests.reading.pairs import BEGIN, INSTRUCTION
 from nanoinfer.requests.reading.pairs import END as ANSWER
 

@@ -27,8 +27,8 @@ from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
-from nanoinfer.models.experts import MoEConfig
 from nanoinfer.models.ranks import check_ranks_in_order
+from nanoinfer.models.reading.experts import MoEConfig
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage

@@ -18,7 +18,7 @@ from conftest import of_each_kind, whole_only
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3Model
 
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.models.classes import BARE
+from nanoinfer.models.reading.classes import BARE
 from nanoinfer.pooling.sentence_model import read_sentence_model
 
 sentence_transformers = pytest.importorskip("sentence_transformers")

@@ -26,7 +26,7 @@ from transformers import (
 from nanoinfer import LLM
 from nanoinfer.kernels.attention.prefill.texts import attend_to_texts_reference, attend_to_texts_triton
 from nanoinfer.layers.text_attention import DistanceBiases
-from nanoinfer.models.classes import STEMS
+from nanoinfer.models.reading.classes import STEMS
 from nanoinfer.process.torch_state import default_dtype
 
 VOCAB = 120

@@ -42,7 +42,7 @@ from nanoinfer.kernels.linear.activation import (
 )
 from nanoinfer.kernels.linear.groups import scales
 from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Grouping
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))

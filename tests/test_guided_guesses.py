@@ -25,7 +25,7 @@ from test_structured import COMPANY, PERSON, guided
 from transformers import AutoTokenizer
 
 from nanoinfer import BUNDLED_MODEL, RequestOutput, SamplingParams
-from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.guided.matchers import Matchers
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.speculation.budget import Budget
 from nanoinfer.grammar.grammar import Grammars

@@ -20,9 +20,9 @@ from test_sampling import definition, wants
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams
 from nanoinfer.logprob import Candidates
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.logits.processors import LogitsProcessors
+from nanoinfer.runner.results.extras import Extras
 
 VOCABULARY = 2048  # the bundled model's
 PROMPT = [30, 31]

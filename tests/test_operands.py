@@ -22,8 +22,8 @@ from nanoinfer.kernels.experts.products import choices_in_a_tile, expert_mlps_re
 from nanoinfer.kernels.launch import launch_in_between, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.linear.operand import Operand, RowOperand
-from nanoinfer.kernels.linear.plain import add_product, load_bias
+from nanoinfer.kernels.linear.operands.operand import Operand, RowOperand
+from nanoinfer.kernels.linear.operands.plain import add_product, load_bias
 from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.norm import Norm, normalize_reference
 from nanoinfer.kernels.sorting import group_triton

@@ -57,8 +57,8 @@ from nanoinfer.kernels.linear.groups.one_wave import one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.groups.tiles import group_operand
 from nanoinfer.kernels.linear.in_order.order import Grouping
-from nanoinfer.kernels.linear.joined import JoinedWeight
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.operands.joined import JoinedWeight
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles
 from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton, norm_add_norm_reference, normalize_reference
 

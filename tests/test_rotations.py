@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanoinfer import LLM, reference
-from nanoinfer.kernels.linear.hadamard import hadamard, signs
+from nanoinfer.kernels.linear.operands.hadamard import hadamard, signs
 from nanoinfer.weights.formats.rotated.format import RotatedFormat
 from nanoinfer.weights.formats.rotated.matrix import Side
 from nanoinfer.weights.formats.table import quantized_as_loaded, read_formats

@@ -22,9 +22,9 @@ from nanoinfer.kernels.decoder.row_model import RowShape, decoder_row_reference
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models import build, describe
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import Description
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.steps.row_decoder import RowDecoder, is_plain, row_model_of

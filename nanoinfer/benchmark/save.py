@@ -26,7 +26,7 @@ from nanoinfer.models import build
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
-from nanoinfer.weights.formats.written import config_of
+from nanoinfer.weights.formats.configs.written import config_of
 from nanoinfer.weights.saving import num_bytes_of, save_table, saved_part
 from nanoinfer.weights.shards import Table, table_of
 from nanoinfer.weights.sources import RandomSource

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
+from nanoinfer.engine.ranks.steerings import Steerings
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
-from nanoinfer.engine.steerings import Steerings
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.adapters.low_rank import Adapter

@@ -11,13 +11,14 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.assembly import make_row_map, make_scheduler
 from nanoinfer.engine.client import EngineClient
-from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.guided.matchers import Matchers
 from nanoinfer.engine.media import MediaFeed
 from nanoinfer.engine.new_sequences import NewPrompt, NewSequences
 from nanoinfer.engine.prefixes.stored_prefixes import StoredPrefixes
 from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
+from nanoinfer.engine.ranks.steerings import RankSteerings
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.results.faults import processed_wrongly, without_media, without_numbers, without_token
@@ -25,14 +26,13 @@ from nanoinfer.engine.results.record import record_prompts, record_tokens
 from nanoinfer.engine.results.step_result import InFlight, StepResult, planned
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.speculation.draws import read_guesses, read_plain, read_verified
-from nanoinfer.engine.steerings import RankSteerings
 from nanoinfer.engine.step import DecodeStep, Step
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.media.tower.tower import BATCH_BYTES
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.sampling_params import SamplingParams
 
 

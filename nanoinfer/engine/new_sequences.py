@@ -9,11 +9,11 @@ from nanoinfer.config import Config
 from nanoinfer.engine.media import media_of
 from nanoinfer.engine.ranks.adapters import RankAdapters
 from nanoinfer.engine.ranks.ranks import Ranks
+from nanoinfer.engine.ranks.steerings import RankSteerings
 from nanoinfer.engine.ranks.updater import RankUpdater
 from nanoinfer.engine.results.hidden_states import hidden_states_for
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.steerings import RankSteerings
 from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.pooling.read import PackedTexts

@@ -9,9 +9,9 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
-from nanoinfer.models.classes import LACKING, READERS, described_as
 from nanoinfer.models.description import Description
-from nanoinfer.models.settings import check_sizes
+from nanoinfer.models.reading.classes import LACKING, READERS, described_as
+from nanoinfer.models.reading.settings import check_sizes
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:

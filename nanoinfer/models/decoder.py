@@ -21,11 +21,11 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.steering import SteeredTokens
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
-from nanoinfer.layers.head_transform import TransformBeforeHead
-from nanoinfer.layers.label_head import LabelHead
+from nanoinfer.layers.heads.head_transform import TransformBeforeHead
+from nanoinfer.layers.heads.label_head import LabelHead
+from nanoinfer.layers.heads.text_head import TextHead
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.rotary import RotaryEmbedding
-from nanoinfer.layers.text_head import TextHead
 from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.inputs import DecoderInputs

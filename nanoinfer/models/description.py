@@ -9,7 +9,8 @@ from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.linear.activation import Activation, AnyActivation, ClampedSwiGLU, ScaledGate, Ungated
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.head_norm import HeadNorms
-from nanoinfer.layers.head_transform import HeadTransform
+from nanoinfer.layers.heads.head_transform import HeadTransform
+from nanoinfer.layers.heads.text_head import TextHeadNames
 from nanoinfer.layers.latent_attention import LatentSizes
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.mamba import Mamba2
@@ -19,10 +20,9 @@ from nanoinfer.layers.positions import PositionTable
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.layers.text_attention import DistanceBiases
-from nanoinfer.layers.text_head import TextHeadNames
-from nanoinfer.models.experts import MoEConfig
-from nanoinfer.models.heads import KVHeads, QueryScaling
+from nanoinfer.models.attention.heads import KVHeads, QueryScaling
 from nanoinfer.models.module_names import USUAL_NAMES, ModuleNames, PredictionLayers
+from nanoinfer.models.reading.experts import MoEConfig
 from nanoinfer.pooling.read import LabelsOf
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats

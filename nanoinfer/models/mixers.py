@@ -13,9 +13,9 @@ from nanoinfer.layers.mamba import Mamba2, Mamba2Mixer
 from nanoinfer.layers.mamba_beside_attention import BesideAttention, MambaBesideAttention
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.models.attention_parts import over_cache, scoring_of, within_texts
+from nanoinfer.models.attention.parts import over_cache, scoring_of, within_texts
+from nanoinfer.models.attention.self_attention import SelfAttention
 from nanoinfer.models.description import Description, NoMixer
-from nanoinfer.models.self_attention import SelfAttention
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 Mixer: TypeAlias = (

@@ -22,7 +22,7 @@ from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gat
 from nanoinfer.layers.norm import Joint, scaled
 from nanoinfer.layers.xielu import XIELU
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig
+from nanoinfer.models.reading.experts import MoEConfig
 from nanoinfer.models.shared_experts import parts_in_stack, shared_modules, shared_projections
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel

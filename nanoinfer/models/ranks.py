@@ -6,7 +6,7 @@ from nanoinfer.kernels.linear.cpu.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description
-from nanoinfer.models.settings import find_uneven
+from nanoinfer.models.reading.settings import find_uneven
 from nanoinfer.parallel.group import MAX_RANKS
 
 

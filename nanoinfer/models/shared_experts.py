@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig
+from nanoinfer.models.reading.experts import MoEConfig
 
 
 def parts_in_stack(model: Description, experts: MoEConfig, layer: int) -> int:

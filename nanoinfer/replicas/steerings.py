@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from nanoinfer.engine.steerings import Steerings
+from nanoinfer.engine.ranks.steerings import Steerings
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.runner.steering import Vectors
 

@@ -17,9 +17,9 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.drafting.sizes import VerifySize
 from nanoinfer.runner.drafting.timing import time_steps
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.rank import Rank
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.runner.steps.kinds import DecodeKind
 from nanoinfer.runner.steps.launched import Launched
 from nanoinfer.runner.steps.pending_tokens import PendingTokens

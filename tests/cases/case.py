@@ -11,7 +11,7 @@ import transformers.models.falcon.modeling_falcon as falcon
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
-from nanoinfer.models.alibi import alibi_slopes
+from nanoinfer.models.attention.alibi import alibi_slopes
 
 VOCAB = 160
 SHAPE = {

@@ -10,8 +10,8 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, NONE_LEFT
 from nanoinfer.logits_processors import name_of
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.functions import NOT_FINITE
+from nanoinfer.runner.results.extras import Extras
 
 BANNING = ("allowed_token_ids", "bad_words", "structured_outputs")  # settings that may leave no token
 

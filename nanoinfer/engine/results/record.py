@@ -10,8 +10,8 @@ import numpy.typing as npt
 from nanoinfer.engine.results.routed_experts import RoutedExperts
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step import PrefillStep, Step
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import number_lines
+from nanoinfer.runner.results.extras import Extras
 
 States = Mapping[int, npt.NDArray[Any]]  # of each layer, the bytes of tokens, [tokens, bytes]
 

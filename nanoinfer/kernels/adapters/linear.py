@@ -21,7 +21,7 @@ from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.one_row import OneRowWeight, is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave
-from nanoinfer.kernels.linear.weight import add_and_norm
+from nanoinfer.kernels.linear.operands.weight import add_and_norm
 from nanoinfer.kernels.norm.norm import Norm
 
 

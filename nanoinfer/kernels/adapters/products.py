@@ -31,7 +31,7 @@ from nanoinfer.kernels.launch import (
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block, gate_mul_reference
-from nanoinfer.kernels.linear.plain import add_product
+from nanoinfer.kernels.linear.operands.plain import add_product
 
 MAX_PIECES = 8
 MIN_SHARE = 512  # inputs of a piece

@@ -7,7 +7,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.groups import BITS, GroupWeight
 from nanoinfer.kernels.linear.groups.tiles import group_operand, scales_come_first, step_of
-from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.operands.operand import Operand
 from nanoinfer.kernels.linear.tiles import TileConfig, stages_that_fit
 
 

@@ -26,7 +26,7 @@ from nanoinfer.kernels.launch import (
 from nanoinfer.kernels.linear.activation import AnyActivation, activate_block, gated_row, split_activation
 from nanoinfer.kernels.linear.groups.scales import readable, widen
 from nanoinfer.kernels.linear.one_row import store_dots
-from nanoinfer.kernels.linear.plain import load_bias
+from nanoinfer.kernels.linear.operands.plain import load_bias
 from nanoinfer.kernels.unpacking import bits_of
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows

@@ -27,7 +27,7 @@ from nanoinfer.kernels.linear.one_row import (
     one_row_gates_and_ups,
     store_dots,
 )
-from nanoinfer.kernels.linear.plain import PER_MULTIPROCESSOR
+from nanoinfer.kernels.linear.operands.plain import PER_MULTIPROCESSOR
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:

@@ -27,7 +27,7 @@ from nanoinfer.kernels.linear.activation import AnyActivation, Ungated, rows_per
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.fp8.linear import fp8_operand
-from nanoinfer.kernels.linear.plain import plain_operand
+from nanoinfer.kernels.linear.operands.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Chosen, Epilogue, TileConfig, multiply_tiles, stages_that_fit
 from nanoinfer.kernels.sorting import Groups, group_triton
 

@@ -14,7 +14,7 @@ from nanoinfer.kernels.linear.few_outputs import few_outputs_linear, find_tiling
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
-from nanoinfer.kernels.linear.weight import Weight, add_and_norm
+from nanoinfer.kernels.linear.operands.weight import Weight, add_and_norm
 from nanoinfer.kernels.norm.norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 

@@ -47,8 +47,8 @@ from nanoinfer.kernels.linear.activation import (
 )
 from nanoinfer.kernels.linear.fp8.row import fp8_row
 from nanoinfer.kernels.linear.groups.row import group_row
-from nanoinfer.kernels.linear.operand import RowOperand
-from nanoinfer.kernels.linear.plain import load_bias, plain_row
+from nanoinfer.kernels.linear.operands.operand import RowOperand
+from nanoinfer.kernels.linear.operands.plain import load_bias, plain_row
 from nanoinfer.kernels.norm.norm import Form, Norm, load_norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 

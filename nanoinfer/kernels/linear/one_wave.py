@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import can_launch_early, cdiv, num_multiprocessors
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.plain import plain_operand
+from nanoinfer.kernels.linear.operands.plain import plain_operand
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
 
 MAX_TOKENS = 256  # more were not measured against cuBLAS

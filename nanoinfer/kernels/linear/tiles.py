@@ -24,7 +24,7 @@ from nanoinfer.kernels.linear.activation import (
     gated_row,
     split_activation,
 )
-from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.operands.operand import Operand
 from nanoinfer.kernels.sorting import Groups
 
 NEIGHBOURS = tl.constexpr(8)  # tiles of tokens that are computed side by side, with the same rows of the weight

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, refuse_windows
-from nanoinfer.models.settings import refuse, size_of
+from nanoinfer.models.reading.settings import refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers, read_corrected_experts, read_experts
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, size_of
+from nanoinfer.models.reading.experts import listed_layers, read_corrected_experts, read_experts
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.kernels.linear.activation import ClampedSwiGLU
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.settings import positive, refuse
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.settings import positive, refuse
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.checks import as_int
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive, refuse, size_of
+from nanoinfer.models.reading.experts import MoEConfig, read_experts
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, of_layers, positive, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

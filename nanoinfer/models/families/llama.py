@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, of_layers, positive_or_none
+from nanoinfer.models.reading.shared import describe_common, read_windows, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

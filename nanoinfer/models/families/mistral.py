@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanoinfer.models.attention.heads import QueryScaling
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
-from nanoinfer.models.heads import QueryScaling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_windows, same_windows
-from nanoinfer.models.rope import read_original_length
-from nanoinfer.models.settings import positive
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.rope import read_original_length
+from nanoinfer.models.reading.settings import positive
+from nanoinfer.models.reading.shared import describe_common, read_windows, same_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -25,9 +25,9 @@ from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.families.hybrids import lfm2, qwen3_5
 from nanoinfer.models.families.latent import deepseek, mistral4
 from nanoinfer.models.families.mixtures import glm4_moe
-from nanoinfer.models.reading import refuse_windows
-from nanoinfer.models.rope import in_sections
-from nanoinfer.models.settings import refuse
+from nanoinfer.models.reading.rope import in_sections
+from nanoinfer.models.reading.settings import refuse
+from nanoinfer.models.reading.shared import refuse_windows
 from nanoinfer.weights.formats.table import read_formats
 from nanoinfer.weights.names import Spelling
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.hybrids.qwen3_5 import read_delta
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_mixers, read_windows, refuse_windows
-from nanoinfer.models.rope import read_max_position, read_rope
-from nanoinfer.models.settings import head_dim_of, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.rope import read_max_position, read_rope
+from nanoinfer.models.reading.settings import head_dim_of, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_mixers, read_windows, refuse_windows
 from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts, sparse_layers
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.reading.experts import read_experts, sparse_layers
+from nanoinfer.models.reading.settings import size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers, read_experts, sparse_layers
-from nanoinfer.models.reading import describe_common, read_windows, same_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of
+from nanoinfer.models.reading.experts import listed_layers, read_experts, sparse_layers
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of
+from nanoinfer.models.reading.shared import describe_common, read_windows, same_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

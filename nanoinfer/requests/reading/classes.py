@@ -10,7 +10,7 @@ import numpy as np
 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.models.classes import ALL_CLASSIFIERS
+from nanoinfer.models.reading.classes import ALL_CLASSIFIERS
 from nanoinfer.pooling.activations import Vector, sigmoid
 from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, ReadText

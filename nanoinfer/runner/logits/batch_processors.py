@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanoinfer.config import Config
 from nanoinfer.logits_processors import BatchUpdate, MoveDirectionality, name_of
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.message import LogitsMessage
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
 

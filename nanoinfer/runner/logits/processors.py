@@ -17,7 +17,6 @@ from nanoinfer.kernels.sampling.distribution import distribution
 from nanoinfer.kernels.sampling.draw import DrawnLines, draw_lines
 from nanoinfer.kernels.sampling.entropy import entropies, entropy_parts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.lines import Lines, StepLines
@@ -26,6 +25,7 @@ from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.logits.settings import changes_logits, has_mask_alone, is_plain, needs_tokens
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS, TokenHistory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time

@@ -17,7 +17,6 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.adapters.adapters import AdapterSlots
 from nanoinfer.runner.drafting.draft_weights import DraftWeights
-from nanoinfer.runner.hidden_states import HiddenStateSlots
 from nanoinfer.runner.logits.batch_processors import BatchProcessors
 from nanoinfer.runner.media import MediaEmbeddings
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
@@ -25,7 +24,8 @@ from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.plan import rough_step_bytes
 from nanoinfer.runner.memory.room import what_frees_memory
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
-from nanoinfer.runner.routing import ExpertChoices
+from nanoinfer.runner.results.hidden_states import HiddenStateSlots
+from nanoinfer.runner.results.routing import ExpertChoices
 from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.steering import SteeringSlots
 from nanoinfer.runner.streaming.choice import choose_layers, hint, host_lacks

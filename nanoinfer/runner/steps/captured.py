@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
+from nanoinfer.runner.results.extras import Extras
 
 
 class Captured(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoinfer.kernels.drafting.pack import Places
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import StepLines
+from nanoinfer.runner.results.extras import Extras
 
 
 @dataclass

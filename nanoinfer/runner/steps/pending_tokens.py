@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.runner.transfer import to_host
 
 POLL_SECONDS = 50e-6

@@ -13,13 +13,13 @@ from nanoinfer.kernels.decoder.row import DecoderRow
 from nanoinfer.kernels.decoder.row_model import RowLayer, RowModel, is_faster
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.rotary import Rope
+from nanoinfer.models.attention.heads import KVHeads
+from nanoinfer.models.attention.self_attention import SelfAttention
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.description import Description
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.layers import DecoderLayer
 from nanoinfer.models.mlps import MLP
-from nanoinfer.models.self_attention import SelfAttention
 from nanoinfer.weights.formats.plain.matrix import PlainMatrix
 
 CachedLayers = Mapping[int, tuple[Tensor, Tensor]]  # of the KV cache: for each layer, its keys and its values

@@ -16,7 +16,6 @@ from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.drafting.verifier import Verifier
-from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.lines import StepLines
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
@@ -24,6 +23,7 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.results.extras import Extras
 from nanoinfer.runner.steering import SteeringColumns
 from nanoinfer.runner.steps.captured import Captured
 from nanoinfer.runner.steps.input_batch import InputBatch

@@ -14,13 +14,13 @@ import torch
 from nanoinfer.checks import as_number
 from nanoinfer.kernels.groups import BITSANDBYTES, Numbers
 from nanoinfer.weights.bitsandbytes.matrix import BLOCK, CODES, NUMBERS, SCALES
+from nanoinfer.weights.formats.configs.settings import check_known, flag_in, mapping_in, names_in, wrong
 from nanoinfer.weights.formats.formats import Formats, all_in
 from nanoinfer.weights.formats.groups.fields import Field, Packing
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.reading import read_choice
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.formats.settings import check_known, flag_in, mapping_in, names_in, wrong
 
 MODULES = "modules"  # what checkpoint.py adds to a config: the modules of each kind in the files
 FIRST_ABOVE = Packing(4, (1, 0))  # the first number of a byte has the higher bits

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+from nanoinfer.weights.formats.configs.settings import EXPRESSION, check_patterns
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.joined import JoinedMatrix
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.rotated.format import Rotation, rotated
-from nanoinfer.weights.formats.settings import EXPRESSION, check_patterns
 from nanoinfer.weights.names import AS_STORED, LANGUAGE_MODEL, Spelling
 from nanoinfer.weights.shards import Section
 

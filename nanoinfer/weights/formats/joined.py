@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
-from nanoinfer.kernels.linear.joined import JoinedWeight
+from nanoinfer.kernels.linear.operands.joined import JoinedWeight
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Shard, bias_shards
 

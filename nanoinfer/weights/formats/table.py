@@ -12,20 +12,20 @@ from nanoinfer.checks import short
 from nanoinfer.hub import CONVERT
 from nanoinfer.weights.bitsandbytes.matrix import BLOCK
 from nanoinfer.weights.formats.bitsandbytes import read_bitsandbytes
-from nanoinfer.weights.formats.compressed_tensors import read_compressed
+from nanoinfer.weights.formats.configs.compressed_tensors import read_compressed
+from nanoinfer.weights.formats.configs.gptq import read_auto_round, read_awq, read_gptq
+from nanoinfer.weights.formats.configs.modelopt import read_modelopt
+from nanoinfer.weights.formats.configs.settings import check_known, names_in
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import ALL, KEPT, PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.reading import read_fp8
 from nanoinfer.weights.formats.gguf import read_gguf
-from nanoinfer.weights.formats.gptq import read_auto_round, read_awq, read_gptq
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layout import GROUP, Layout
 from nanoinfer.weights.formats.groups.layouts import GPT_OSS, MXFP4_GROUP
 from nanoinfer.weights.formats.groups.reading import beginning
-from nanoinfer.weights.formats.modelopt import read_modelopt
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.formats.settings import check_known, names_in
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 PARTS = 8  # of all ranks' outputs
 ALIGNMENT = 16  # numbers of a weight's sides: MKL adds up in another order behind addresses that are not aligned

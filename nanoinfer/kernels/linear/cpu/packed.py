@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 INPUTS = 256  # of a float32 block: oneDNN adds up a block's products one by one, so more inputs round worse
 ROWS = 16  # oneDNN packs a weight for about so many rows; other numbers only cost some speed

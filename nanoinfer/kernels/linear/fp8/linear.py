@@ -22,9 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.fp8 import BLOCK, HAS_FP8, Fp8Tokens, Fp8Weight, capability, quantize
 from nanoinfer.kernels.launch import can_launch_early, cdiv, is_recording, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
-from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.operands.operand import Operand
+from nanoinfer.kernels.linear.operands.weight import Weight, add_and_norm
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, load_block, multiply_tiles, stages_that_fit
-from nanoinfer.kernels.linear.weight import Weight, add_and_norm
 from nanoinfer.kernels.norm.norm import Norm, fp8_norm_triton
 
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales

@@ -14,8 +14,8 @@ import triton.language as tl
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
 from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.operand import RowOperand
-from nanoinfer.kernels.linear.plain import MIN_TILE, PER_MULTIPROCESSOR, load_rows
+from nanoinfer.kernels.linear.operands.operand import RowOperand
+from nanoinfer.kernels.linear.operands.plain import MIN_TILE, PER_MULTIPROCESSOR, load_rows
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize
 from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_config, has_few_tiles, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 MOST_TOKENS = 512  # from more on, cuBLAS and a dense copy are faster
 

@@ -17,7 +17,7 @@ from nanoinfer.kernels.launch import cdiv, fetch, launch_options, next_power_of_
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import load_factors, readable, scale_dots
 from nanoinfer.kernels.linear.one_row import store_dots
-from nanoinfer.kernels.linear.plain import load_bias
+from nanoinfer.kernels.linear.operands.plain import load_bias
 from nanoinfer.kernels.unpacking import dot_words, load_places, middle_of
 
 ROWS, INPUTS, WARPS = 8, 4096, 4  # of a program: rows of the weight, and inputs at a time

@@ -18,8 +18,8 @@ from nanoinfer.kernels.groups import BITS, BITSANDBYTES, GroupWeight, Numbers
 from nanoinfer.kernels.launch import next_power_of_2
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.groups.scales import load_factors, readable, scale_dots
-from nanoinfer.kernels.linear.operand import RowOperand
-from nanoinfer.kernels.linear.plain import load_bias, load_rows
+from nanoinfer.kernels.linear.operands.operand import RowOperand
+from nanoinfer.kernels.linear.operands.plain import load_bias, load_rows
 from nanoinfer.kernels.unpacking import bits_of, dot_words, middle_of, split_places
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks

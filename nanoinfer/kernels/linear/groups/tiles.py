@@ -31,7 +31,7 @@ from nanoinfer.kernels.linear.groups.scales import (
     widen,
 )
 from nanoinfer.kernels.linear.groups.sums import SLOTS, planes_of, sum_groups
-from nanoinfer.kernels.linear.operand import Operand
+from nanoinfer.kernels.linear.operands.operand import Operand
 from nanoinfer.kernels.unpacking import bits_of, unpack_tile
 
 STEPS = (128, 64, 32)  # inputs; a whole number of groups.pack's blocks

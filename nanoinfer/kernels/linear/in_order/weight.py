@@ -21,9 +21,9 @@ from nanoinfer.kernels.linear.fp8.linear import can_multiply_fp8, fp8_linear_tri
 from nanoinfer.kernels.linear.groups.one_wave import BLOCK as GROUP_BLOCK
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, one_wave_triton
 from nanoinfer.kernels.linear.in_order.order import AnyNumbers, Multiply, WeightShape, sizes_alike
-from nanoinfer.kernels.linear.plain import plain_operand
+from nanoinfer.kernels.linear.operands.plain import plain_operand
+from nanoinfer.kernels.linear.operands.weight import Weight
 from nanoinfer.kernels.linear.tiles import Epilogue, TileConfig, multiply_tiles, stages_that_fit
-from nanoinfer.kernels.linear.weight import Weight
 
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
 GROUP_CONFIGS = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.alibi import alibi_slopes
+from nanoinfer.models.attention.alibi import alibi_slopes
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import refuse
+from nanoinfer.models.reading.settings import refuse
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

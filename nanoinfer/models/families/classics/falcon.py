@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.models.alibi import alibi_slopes
+from nanoinfer.models.attention.alibi import alibi_slopes
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.bloom import NAMES
 from nanoinfer.models.families.classics.spelling import spelling
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import size_of
+from nanoinfer.models.reading.shared import describe_common
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import head_dim_of, refuse, size_of
+from nanoinfer.models.reading.settings import head_dim_of, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

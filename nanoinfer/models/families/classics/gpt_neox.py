@@ -8,8 +8,8 @@ from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanoinfer.layers.head_transform import HeadTransform
+from nanoinfer.layers.heads.head_transform import HeadTransform
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own, read_activation, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own, read_activation, read_windows
 from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.layers.head_transform import HeadTransform
+from nanoinfer.layers.heads.head_transform import HeadTransform
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.reading.settings import size_of
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

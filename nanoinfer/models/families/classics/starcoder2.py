@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, same_windows
+from nanoinfer.models.reading.shared import describe_common, same_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

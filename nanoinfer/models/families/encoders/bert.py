@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.layers.heads.text_head import TextHeadNames
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
-from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.description import Description
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import refuse, size_of
+from nanoinfer.models.reading.settings import refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanoinfer.layers.heads.text_head import TextHeadNames
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.positions import PositionTable
-from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.encoders.bert import TOKENS, spelling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, heads_of_their_own
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.reading.settings import size_of
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

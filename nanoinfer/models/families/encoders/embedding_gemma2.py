@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.layers.layer_inputs import LayerInputSizes
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.gemma.gemma4 import NAMES
-from nanoinfer.models.heads import KVHeads
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, size_of
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, kv_count_of, of_layers, size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

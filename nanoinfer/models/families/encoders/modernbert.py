@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nanoinfer.layers.heads.text_head import TextHeadNames
 from nanoinfer.layers.norm import NormKind
-from nanoinfer.layers.text_head import TextHeadNames
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.classics.modernbert import NAMES as DECODER_NAMES
 from nanoinfer.models.families.encoders.bert import spelling
-from nanoinfer.models.reading import describe_common, heads_of_their_own, read_activation, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, refuse
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, refuse
+from nanoinfer.models.reading.shared import describe_common, heads_of_their_own, read_activation, read_windows
 from nanoinfer.pooling.read import LabelsOf
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from nanoinfer.layers.text_attention import DistanceBiases
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.encoders.bert import PAIR_HEAD, describe_kin
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.reading.settings import size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import as_int
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.families.gemma import gemma
-from nanoinfer.models.heads import KVHeads
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.experts import MoEConfig, read_experts
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

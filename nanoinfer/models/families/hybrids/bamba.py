@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.hybrids.settings import MAMBA, read_mamba
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_mixers
-from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.shared import describe_common, read_mixers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,8 +12,8 @@ from nanoinfer.layers.mamba_beside_attention import BesideAttention
 from nanoinfer.models.description import Description
 from nanoinfer.models.families.hybrids.bamba import NAMES
 from nanoinfer.models.families.hybrids.settings import read_mamba
-from nanoinfer.models.reading import describe_common, read_activation
-from nanoinfer.models.settings import head_dim_of, positive
+from nanoinfer.models.reading.settings import head_dim_of, positive
+from nanoinfer.models.reading.shared import describe_common, read_activation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,9 +9,9 @@ from nanoinfer.models.description import Description
 from nanoinfer.models.families.granite import SHARED_NAMES, read_moe, read_multipliers
 from nanoinfer.models.families.hybrids.settings import MAMBA, read_mamba
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_mixers
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import count_of, head_dim_of, size_of
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import count_of, head_dim_of, size_of
+from nanoinfer.models.reading.shared import describe_common, read_mixers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts, sparse_from
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_mixers, read_width
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive, size_of
+from nanoinfer.models.reading.experts import read_experts, sparse_from
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, positive, size_of
+from nanoinfer.models.reading.shared import describe_common, read_mixers, read_width
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.mamba import Mamba2
 from nanoinfer.models.description import Description, NoMixer
-from nanoinfer.models.experts import MoEConfig, read_corrected_experts
 from nanoinfer.models.families.hybrids.settings import MAMBA, read_heads, read_limits
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, read_mixers, read_width
-from nanoinfer.models.settings import of_layers, refuse, size_of
+from nanoinfer.models.reading.experts import MoEConfig, read_corrected_experts
+from nanoinfer.models.reading.settings import of_layers, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_mixers, read_width
 from nanoinfer.weights.names import Spelling
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_experts, sparse_layers
 from nanoinfer.models.module_names import PredictionLayers
-from nanoinfer.models.reading import describe_common, read_mixers, read_width
-from nanoinfer.models.rope import read_rope, read_rotary_dim
-from nanoinfer.models.settings import count_of, refuse, size_of
+from nanoinfer.models.reading.experts import MoEConfig, read_experts, sparse_layers
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.settings import count_of, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_mixers, read_width
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

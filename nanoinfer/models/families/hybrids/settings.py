@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.checks import as_list, as_number
 from nanoinfer.layers.mamba import Mamba2
-from nanoinfer.models.reading import read_width
-from nanoinfer.models.settings import refuse, size_of
+from nanoinfer.models.reading.settings import refuse, size_of
+from nanoinfer.models.reading.shared import read_width
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,11 +9,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_corrected_experts, read_groups, read_shared_experts, sparse_from
-from nanoinfer.models.latent import describe_latent
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import predicting_layers
-from nanoinfer.models.settings import count_of, refuse
+from nanoinfer.models.reading.experts import (
+    MoEConfig,
+    read_corrected_experts,
+    read_groups,
+    read_shared_experts,
+    sparse_from,
+)
+from nanoinfer.models.reading.latent import describe_latent
+from nanoinfer.models.reading.settings import count_of, refuse
+from nanoinfer.models.reading.shared import predicting_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

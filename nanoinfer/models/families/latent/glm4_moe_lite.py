@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers
 from nanoinfer.models.families.latent.deepseek import describe_corrected
+from nanoinfer.models.reading.experts import listed_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

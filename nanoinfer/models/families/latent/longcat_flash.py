@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_experts
-from nanoinfer.models.latent import describe_latent
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.settings import count_of, positive, refuse, size_of
+from nanoinfer.models.reading.experts import MoEConfig, read_experts
+from nanoinfer.models.reading.latent import describe_latent
+from nanoinfer.models.reading.settings import count_of, positive, refuse, size_of
 from nanoinfer.weights.names import AS_STORED, Spelling
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.latent import describe_latent
-from nanoinfer.models.rope import ANY_LENGTH
-from nanoinfer.models.settings import positive
+from nanoinfer.models.reading.latent import describe_latent
+from nanoinfer.models.reading.rope import ANY_LENGTH
+from nanoinfer.models.reading.settings import positive
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_groups, read_shared_experts, sparse_from
 from nanoinfer.models.families.latent.deepseek import NAMES
 from nanoinfer.models.families.mistral import read_query_scaling
-from nanoinfer.models.latent import describe_latent
+from nanoinfer.models.reading.experts import read_groups, read_shared_experts, sparse_from
+from nanoinfer.models.reading.latent import describe_latent
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.classics.spelling import spelling
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common
-from nanoinfer.models.rope import plain_rope, read_rope
-from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.rope import plain_rope, read_rope
+from nanoinfer.models.reading.settings import head_dim_of, positive, positive_or_none, refuse
+from nanoinfer.models.reading.shared import describe_common
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

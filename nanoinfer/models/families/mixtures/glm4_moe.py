@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_corrected_experts, sparse_from
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, predicting_layers, read_windows, refuse_windows
-from nanoinfer.models.rope import read_rope, read_rotary_dim
-from nanoinfer.models.settings import count_of
+from nanoinfer.models.reading.experts import read_corrected_experts, sparse_from
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.settings import count_of
+from nanoinfer.models.reading.shared import describe_common, predicting_layers, read_windows, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

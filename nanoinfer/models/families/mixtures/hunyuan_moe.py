@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.llama import describe_hunyuan
-from nanoinfer.models.settings import of_layers
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.settings import of_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers, read_corrected_experts
 from nanoinfer.models.module_names import ModuleNames
-from nanoinfer.models.reading import describe_common, guessing_layers, refuse_windows
+from nanoinfer.models.reading.experts import listed_layers, read_corrected_experts
+from nanoinfer.models.reading.shared import describe_common, guessing_layers, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import listed_layers, read_corrected_experts
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.module_names import ModuleNames, PredictionLayers
-from nanoinfer.models.reading import describe_common, read_windows
-from nanoinfer.models.rope import read_rope, read_rotary_dim
-from nanoinfer.models.settings import count_of, head_dim_of, kv_count_of, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.experts import listed_layers, read_corrected_experts
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.settings import count_of, head_dim_of, kv_count_of, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.shared import describe_common, read_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

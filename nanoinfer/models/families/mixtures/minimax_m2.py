@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import read_experts
 from nanoinfer.models.families.mistral import MIXTRAL_NAMES
-from nanoinfer.models.reading import describe_common, refuse_windows
-from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.experts import read_experts
+from nanoinfer.models.reading.rope import read_rope, read_rotary_dim
+from nanoinfer.models.reading.shared import describe_common, refuse_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from nanoinfer.layers.norm import NormKind
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.description import Description
-from nanoinfer.models.experts import MoEConfig, read_experts
 from nanoinfer.models.families.mistral import MIXTRAL_NAMES
-from nanoinfer.models.reading import describe_common, same_windows
-from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive, refuse
+from nanoinfer.models.reading.experts import MoEConfig, read_experts
+from nanoinfer.models.reading.rope import read_rope
+from nanoinfer.models.reading.settings import head_dim_of, positive, refuse
+from nanoinfer.models.reading.shared import describe_common, same_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

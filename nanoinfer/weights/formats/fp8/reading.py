@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoinfer.weights.formats.configs.settings import check_known, names_in
 from nanoinfer.weights.formats.formats import Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.settings import check_known, names_in
 from nanoinfer.weights.shards import ROWS_TOGETHER
 
 READ = (

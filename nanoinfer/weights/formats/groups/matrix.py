@@ -12,11 +12,11 @@ from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight, packed_copy
-from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.in_order.weight import InOrderWeight
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.gathered import GatheredWeight
+from nanoinfer.kernels.linear.operands.weight import Weight
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of

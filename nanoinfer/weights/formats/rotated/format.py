@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanoinfer.weights.formats.configs.settings import EXPRESSION
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.rotated.matrix import RotatedMatrix, Side
-from nanoinfer.weights.formats.settings import EXPRESSION
 from nanoinfer.weights.shards import Section
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.linear.hadamard import signs
-from nanoinfer.kernels.linear.rotated import RotatedWeight
+from nanoinfer.kernels.linear.operands.hadamard import signs
+from nanoinfer.kernels.linear.operands.rotated import RotatedWeight
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import ROWS_TOGETHER, Section, Shard
 

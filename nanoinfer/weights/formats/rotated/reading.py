@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanoinfer.weights.formats.rotated.format import Rotation
-from nanoinfer.weights.formats.rotated.matrix import Side
-from nanoinfer.weights.formats.settings import (
+from nanoinfer.weights.formats.configs.settings import (
     EXPRESSION,
     check_known,
     check_patterns,
@@ -16,6 +14,8 @@ from nanoinfer.weights.formats.settings import (
     mappings_in,
     wrong,
 )
+from nanoinfer.weights.formats.rotated.format import Rotation
+from nanoinfer.weights.formats.rotated.matrix import Side
 
 TRANSFORM = "transform_config"
 FUSED = ("weight_input", "weight_output")  # the checkpoint's weights are rotated already

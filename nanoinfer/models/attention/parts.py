@@ -16,8 +16,8 @@ from nanoinfer.layers.linear import Projection, side_by_side, unit_by_unit
 from nanoinfer.layers.norm import NormLayer
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.text_attention import TextAttention
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard

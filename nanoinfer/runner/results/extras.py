@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nanoinfer.runner.hidden_states import SentStates
 from nanoinfer.runner.logits.line_values import LineValues
 from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.results.hidden_states import SentStates
 from nanoinfer.runner.steps.pooling import Pooled
 from nanoinfer.runner.transfer import to_host
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoinfer.weights.formats.configs.settings import (
+    ROUNDED,
+    check_known,
+    check_rounded,
+    mapping_in,
+    mappings_in,
+    names_in,
+)
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import ALL, Formats
 from nanoinfer.weights.formats.fp8.format import Fp8Format
@@ -12,7 +20,6 @@ from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layouts import MODELOPT, NVFP4_GROUP
 from nanoinfer.weights.formats.groups.reading import read_choice, with_wildcards
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.formats.settings import ROUNDED, check_known, check_rounded, mapping_in, mappings_in, names_in
 
 ALGORITHMS: dict[str, Format] = {
     "NVFP4": GroupFormat("NVFP4", MODELOPT),

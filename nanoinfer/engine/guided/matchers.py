@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from nanoinfer.engine.guided.thinking import AnswerMatcher
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.thinking import AnswerMatcher
 from nanoinfer.grammar.grammar import COPIES, NUM_THREADS, Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 

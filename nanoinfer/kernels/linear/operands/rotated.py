@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
-from nanoinfer.kernels.linear.hadamard import hadamard
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.hadamard import hadamard
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 
 class RotatedWeight(Weight):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import fetch_rows, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import gated_row
-from nanoinfer.kernels.linear.operand import Operand, RowOperand
+from nanoinfer.kernels.linear.operands.operand import Operand, RowOperand
 from nanoinfer.kernels.linear.tiles import load_block
 
 LINE_BITS = tl.constexpr(1024)

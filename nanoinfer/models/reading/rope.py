@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.checks import as_int
 from nanoinfer.layers.rotary import Rope
-from nanoinfer.models.settings import above_one, head_dim_of, positive
+from nanoinfer.models.reading.settings import above_one, head_dim_of, positive
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoinfer.weights.formats.configs.settings import check_known, flag_in, mappings_in, names_in, wrong
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layouts import awq, gptq
 from nanoinfer.weights.formats.groups.reading import containing, pattern_of, read_bits, read_choice, read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.formats.settings import check_known, flag_in, mappings_in, names_in, wrong
 
 HEAD = "lm_head"
 LAYERS = r"re:.*\blayers\."  # these tools leave what is outside of them as it is, but for the head if they are told

@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.layers.latent_attention import LatentSizes
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description
-from nanoinfer.models.heads import KVHeads
-from nanoinfer.models.reading import describe_common
-from nanoinfer.models.rope import ANY_LENGTH, read_rope
-from nanoinfer.models.settings import positive, size_of
+from nanoinfer.models.reading.rope import ANY_LENGTH, read_rope
+from nanoinfer.models.reading.settings import positive, size_of
+from nanoinfer.models.reading.shared import describe_common
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 
 class GatheredWeight(Weight):

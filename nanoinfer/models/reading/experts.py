@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from nanoinfer.checks import as_int
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
-from nanoinfer.models.settings import count_of, of_layers, positive, size_of
+from nanoinfer.models.reading.settings import count_of, of_layers, positive, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,7 +12,7 @@ from nanoinfer.layers.attention import Attention
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.text_attention import TextAttention
-from nanoinfer.models.attention_parts import head_norms_of, projections, unused_shards
+from nanoinfer.models.attention.parts import head_norms_of, projections, unused_shards
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel

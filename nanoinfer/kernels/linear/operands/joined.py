@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.dispatch import AnyWeight, PlainWeight, linear
 from nanoinfer.kernels.linear.one_row import SideBySide
-from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.kernels.linear.operands.weight import Weight
 
 
 class JoinedWeight(Weight):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.linear.activation import Function
+from nanoinfer.models.attention.heads import KVHeads
 from nanoinfer.models.description import Description, MixerSizes
-from nanoinfer.models.heads import KVHeads
 from nanoinfer.models.module_names import PredictionLayers
-from nanoinfer.models.rope import read_max_position, read_rope
-from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
+from nanoinfer.models.reading.rope import read_max_position, read_rope
+from nanoinfer.models.reading.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
 from nanoinfer.weights.formats.table import read_formats
 from nanoinfer.weights.names import AS_STORED
 

@@ -6,17 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoinfer.checks import as_int, short
-from nanoinfer.weights.formats.format import Format
-from nanoinfer.weights.formats.formats import ALL, Formats
-from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import read_block
-from nanoinfer.weights.formats.groups.format import GroupFormat
-from nanoinfer.weights.formats.groups.layouts import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int_quantized
-from nanoinfer.weights.formats.groups.layouts import pack_quantized as packed
-from nanoinfer.weights.formats.groups.reading import read_group
-from nanoinfer.weights.formats.plain.format import PLAIN
-from nanoinfer.weights.formats.rotated.reading import read_rotations
-from nanoinfer.weights.formats.settings import (
+from nanoinfer.weights.formats.configs.settings import (
     FOUND_BY,
     ROUNDED,
     WHERE,
@@ -27,6 +17,16 @@ from nanoinfer.weights.formats.settings import (
     mappings_in,
     names_in,
 )
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.formats import ALL, Formats
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.reading import read_block
+from nanoinfer.weights.formats.groups.format import GroupFormat
+from nanoinfer.weights.formats.groups.layouts import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int_quantized
+from nanoinfer.weights.formats.groups.layouts import pack_quantized as packed
+from nanoinfer.weights.formats.groups.reading import read_group
+from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.rotated.reading import read_rotations
 
 LINEAR = "Linear"  # among targets: all matrices that no other group names
 READ = (

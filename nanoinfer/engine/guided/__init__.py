@@ -1,0 +1,1 @@
+"""Sequences whose texts keep to a grammar, at once or behind a thought."""

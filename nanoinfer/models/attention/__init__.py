@@ -1,0 +1,1 @@
+"""Attention as layers of a model have it."""

@@ -1,0 +1,1 @@
+"""Reads a config.json: settings by themselves, and what several families share."""

@@ -1,0 +1,1 @@
+"""What a step gives beside its tokens."""

@@ -1,0 +1,1 @@
+"""The quantization configs of checkpoints, as each tool writes its own."""
