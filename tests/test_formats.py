@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanoinfer import LLM
-from nanoinfer.benchmark.floor import Floor
+from nanoinfer.benchmark.floor import Floor, Machine
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.experts.products import expert_mlps
@@ -270,7 +270,8 @@ def test_the_floor_counts_its_bytes(write: Callable[..., str], make_llm: Callabl
 
     def bytes_of(formats: Formats) -> float:
         model = llm.config.description
-        return Floor.of(work, type(model)(**{**vars(model), "formats": formats}), limits, 4).seconds(1, math.inf, 1)
+        floor = Floor.of(work, type(model)(**{**vars(model), "formats": formats}), limits, 4)
+        return floor.seconds(Machine(bandwidth=1, rate=math.inf))
 
     in_fixed = sum(matrix.numbers.numel() for matrix in matrices_of(llm) if isinstance(matrix, FixedMatrix))
     assert bytes_of(PLAIN_FORMATS) - bytes_of(llm.config.description.formats) == 2 * in_fixed

@@ -47,8 +47,10 @@ class NewSequences:
         text_lens = prompt.lens if isinstance(prompt, PackedTexts) else None
         if isinstance(prompt, MediaPrompt):
             self.ranks.record("media", *prompt.spans)
+        elif text_lens is not None:
+            self.ranks.record("texts", text_lens)
         token_ids = prompt.token_ids if isinstance(prompt, MediaPrompt | PackedTexts) else prompt
-        self.ranks.record("prompt", token_ids, text_lens)
+        self.ranks.record("prompt", token_ids)
         self.ranks.record("settings", params, params.read, params.cache_salt, params.thought)
         if seed is None:
             seed = seed_of(params, self.config.seed, request_id)
