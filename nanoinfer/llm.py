@@ -113,7 +113,8 @@ class LLM(
             <|vision_start|><|image_pad|><|vision_end|>. An image is a PIL image, the bytes of its file, a data: URL, an
             array of uint8, [height, width, 3], or a path or a file: URL in the option image_folder. Nothing is fetched.
             Under "video", some models take videos: each is a list of frames, or an array of uint8, [frames, height,
-            width, 3], and (frames, {"fps": 2}) says their rate
+            width, 3], and (frames, {"fps": 2}) says their rate. {"prompt_embeds": tensor}, or a list of tensors, [n,
+            hidden_size], and lists of token ids, holds embeddings in place of tokens
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without

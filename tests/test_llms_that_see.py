@@ -146,7 +146,7 @@ class TestOptions:
         seeing, blind = (make_llm(qwen.folder, **qwen.options, images=images) for images in (True, False))
         assert qwen.generate(seeing, TEXT)[0]["token_ids"] == qwen.generate(blind, TEXT)[0]["token_ids"]
         assert (blind.memory.images, blind.memory.used) < (seeing.memory.images, seeing.memory.used)
-        assert blind.engine.ranks.runner.holdings.media is None
+        assert blind.engine.ranks.runner.holdings.tower is None
         assert [", sees images, " in repr(llm) for llm in (seeing, blind)] == [True, False]
         with pytest.raises(ValueError, match=r"multi_modal_data.* LLM\(images=True\) sees"):
             qwen.generate(blind)

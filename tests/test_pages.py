@@ -67,6 +67,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "hidden-states.md": ["torch.Size([10, 192])"],
     "images.md": ["77 [", "64 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],
+    "prompt-embeddings.md": ["True True"],
     "reasoning.md": ["beggar, tread", " 33"],
     "speculation.md": [some_were_guessed, " guesses held", " of "],
     "logits-processors.md": ["go sit and weep. O ", "[70, 70, 70, 70]"],

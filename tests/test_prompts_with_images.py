@@ -338,9 +338,9 @@ def test_chunks_say_which_placeholders_of_an_image_they_have() -> None:
     assert whole
     assert first
     assert second
-    assert whole.parts == [(A, 0, 1, 2), (A, 2, 4, 2), (B, 0, 7, 2)]
-    assert first.parts == [(A, 0, 1, 2), (A, 2, 4, 1)]
-    assert second.parts == [(A, 3, 0, 1), (B, 0, 2, 1)]
+    assert whole.parts == [MediaPart(A, 0, 1, 2), MediaPart(A, 2, 4, 2), MediaPart(B, 0, 7, 2)]
+    assert first.parts == [MediaPart(A, 0, 1, 2), MediaPart(A, 2, 4, 1)]
+    assert second.parts == [MediaPart(A, 3, 0, 1), MediaPart(B, 0, 2, 1)]
     assert images.chunk(6, 7) is None
 
 

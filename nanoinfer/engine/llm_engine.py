@@ -50,7 +50,7 @@ class LLMEngine(EngineClient):
         self.ranks = Ranks(config, workers)
         self.memory = self.ranks.runner.memory
         self.scheduler = make_scheduler(config, self.ranks)
-        self._feed = MediaFeed(self._keeps_media, config.device == "cuda") if config.sees else None
+        self._feed = MediaFeed(self._keeps_media, config.device == "cuda")
         self.row_map = make_row_map(config, self.ranks, self._feed)
         self.matchers = Matchers()
         self.updater = RankUpdater(self.ranks, self.scheduler, config.description.tied)
@@ -159,10 +159,8 @@ class LLMEngine(EngineClient):
 
     def _look_ahead(self, beside_decode: bool) -> None:
         """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""
-        feed = self._feed
-        assert feed is not None  # who makes prompts with images has looked at config.sees
-        feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
-        if beside_decode and (new := feed.take_made(BATCH_BYTES // self.config.torch_dtype.itemsize)):
+        self._feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
+        if beside_decode and (new := self._feed.take_made(BATCH_BYTES // self.config.torch_dtype.itemsize)):
             self.ranks.call("holdings.media.encode", new)
 
     def _launch(self, step: Step) -> InFlight:
@@ -286,8 +284,7 @@ class LLMEngine(EngineClient):
         self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
-        if self._feed is not None:
-            self._feed.look_ahead((), 0)
+        self._feed.look_ahead((), 0)
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""

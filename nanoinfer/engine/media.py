@@ -26,14 +26,15 @@ class PromptMedia:
     def __init__(self, prompt: MediaPrompt, whole: bool = False) -> None:
         """whole: no chunk may cut an image, because its tokens see each other"""
         assert prompt.delta <= 0  # rotary tables have as many rows as a sequence may have tokens
-        self._prompt, self._whole = prompt, whole
+        self._prompt = prompt
+        self._whole = [span for span in prompt.spans if whole and not span.is_given]
         self.delta = prompt.delta
         self.fault: str | None = None
 
     @property
     def largest(self) -> int:
         """The most tokens that one chunk must have."""
-        return max((span.count for span in self._prompt.spans if self._whole), default=1)
+        return max((span.count for span in self._whole), default=1)
 
     def content(self, start: int, end: int) -> bytes:
         """Return what tells the placeholders between two places from those of other images, or elsewhere in them."""
@@ -45,8 +46,7 @@ class PromptMedia:
 
     def last_end(self, end: int) -> int:
         """Return where a chunk may end that could end at `end`."""
-        spans = self._prompt.spans if self._whole else ()
-        return next((span.start for span in spans if span.start < end < span.start + span.count), end)
+        return next((span.start for span in self._whole if span.start < end < span.start + span.count), end)
 
     def chunk(self, start: int, end: int) -> ChunkMedia | None:
         """Describe the tokens between two places to the ranks; None: they are those of a prompt without images."""
@@ -54,7 +54,8 @@ class PromptMedia:
         for span in self._prompt.spans if self.fault is None else ():
             first, behind = max(span.start, start), min(span.start + span.count, end)
             if first < behind:
-                parts.append(MediaPart(span.key, span.first + first - span.start, first - start, behind - first))
+                own = span.first + first - span.start, first - start, behind - first
+                parts.append(MediaPart(span.key, *own, span.is_given))
         positions = self._positions(start, end)
         return ChunkMedia(parts, positions) if parts or positions is not None else None
 

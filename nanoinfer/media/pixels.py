@@ -21,6 +21,7 @@ SHAPES = "spatial_shapes"  # what LFM2-VL's takes: the same of each tile
 MASK = "pixel_attention_mask"  # what towers of padded tiles take: which are there
 COUNT = "count"  # beside those, too: how many embeddings are made of the image, a number that no tower takes
 FEATURES = "input_features"  # in place of pixel values: what a tower takes of audio, [1, bins, frames]
+GIVEN = "embeddings"  # in place of pixel values: embeddings that a caller gives, [count, hidden_size]
 FRAMES = "frames"  # beside these: how many of the frames are audio's, and no padding
 Pixels = Mapping[str, Tensor]
 
@@ -118,8 +119,7 @@ def count_values(pixels: Pixels) -> int:
 
 
 def _values(pixels: Pixels) -> Tensor:
-    features = pixels.get(FEATURES)
-    return pixels[PIXEL_VALUES] if features is None else features
+    return next(pixels[name] for name in (GIVEN, FEATURES, PIXEL_VALUES) if name in pixels)
 
 
 def count_embeddings(pixels: Pixels) -> int:

@@ -22,12 +22,14 @@ class MediaSpan:
     start: the first of the placeholders in the prompt
     count: how many they are
     first: which of the image's embeddings the first of them takes; the others take those that follow
+    is_given: these are embeddings that a caller gave in place of tokens, and no image's
     """
 
     key: bytes
     start: int
     count: int
     first: int = 0
+    is_given: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class MediaPrompt:
     delta: what to add to a later token's place to have its position
     pixels: for each span what the tower takes, which may be made when it is read; spans of one image have the same
         object
-    counts: how many placeholders each image and each video has, by its name in the prompt, such as "image 0"
+    counts: how many placeholders each image and each video has, by its name in the prompt, such as "image 0"; empty
+        where embeddings stand that a caller gave
     """
 
     token_ids: list[int]
@@ -62,6 +65,11 @@ class MediaPrompt:
             parts = (positions[part * count : (part + 1) * count] + added for part in range(3))
             positions = sum(parts, array("i"))
         return replace(self, token_ids=self.token_ids + token_ids, positions=positions)
+
+    @property
+    def given_end(self) -> int:
+        """Where the last of the embeddings ends that a caller gave; 0: there are none."""
+        return max((span.start + span.count for span in self.spans if span.is_given), default=0)
 
     @property
     def largest(self) -> tuple[str, int]:

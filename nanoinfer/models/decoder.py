@@ -115,14 +115,15 @@ class Decoder(CausalLM):
         if self.long_rotary is not None:
             context.rotary_rows = self.long_rotary.rows(context)
         x, residual = self.inputs(token_ids, context), None
-        deep = [] if context.media is None else context.media.deep
+        deep, places = ([], None) if context.media is None else (context.media.deep, context.media.places)
+        context.media = None  # layers take the memory of its embeddings
         for number, layer in enumerate(self.pass_over(self.layers)):
             if context.steering is not None:
                 self._steer(context.steering, number, x if residual is None else residual)
             x, residual = layer(x, residual, context)
             if number < len(deep):
-                assert context.media is not None
-                residual.index_add_(0, context.media.places, deep[number], alpha=1 / self.inputs.residual_scale)
+                assert places is not None
+                residual.index_add_(0, places, deep[number], alpha=1 / self.inputs.residual_scale)
         x = self.joint(x, residual)[0]
         if context.steering is not None:
             context.steering.add(x, len(self.layers))

@@ -94,6 +94,8 @@ class Description:
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
+    scales_given: embeddings that a caller gives in place of tokens have the first factor, too
+    given_normalised: and are normalised already, where others get a norm
     residual_scale: factor of each branch's result; instead, layers keep the residual stream divided by it
     mlp_scale: factor of a gated MLP's result
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
@@ -171,6 +173,8 @@ class Description:
     head_bias: bool = False
     head_transform: HeadTransform | None = None
     embedding_scale: float = 1.0
+    scales_given: bool = False
+    given_normalised: bool = False
     residual_scale: float = 1.0
     mlp_scale: float = 1.0
     logit_scale: float = 1.0

@@ -21,7 +21,7 @@ from nanoinfer.weights.shards import Section
 
 
 class DecoderInputs(nn.Module):
-    """Looks up embeddings, scales and projects them, adds positions and types, puts in images', and normalises.
+    """Looks up embeddings, scales them, puts in images', projects them, adds positions and types, and normalises.
 
     The residual stream begins with them, divided by the factor of what layers add to it. Each rank has its part of
     them, which the first joint adds up, unless something before needs whole vectors.
@@ -40,6 +40,7 @@ class DecoderInputs(nn.Module):
         self.types = None if model.token_types is None else PositionEmbedding(model.token_types, width, tp)
         self.layer_inputs = _make_layer_inputs(model, tp)
         self.biases = _make_biases(model, max_model_len, tp)
+        self.given_normalised = model.given_normalised
         self.norm = None
         if model.embedding_norm is not None:
             kind = model.inner_norm or model.norm
@@ -53,25 +54,27 @@ class DecoderInputs(nn.Module):
         x: Tensor = self.embedding(token_ids)
         if self.scale != 1:
             x = x * self.scale
+        if context.media is not None and not self.given_normalised:
+            self._put_media(x, context.media)
         if self.projection is not None and not self.projects_last:  # of another rank's token it makes zeros of zeros
             x = self.projection.beside(context.adapters).product(x)
         if self.positions is not None:
             x = self.positions(x, context.positions)
         if self.types is not None:
             x = self.types(x, torch.zeros_like(token_ids) if context.types is None else context.types)
-        if context.media is not None:
-            self._put_media(x, context.media)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
             context.layer_inputs = self.layer_inputs(token_ids, x, context.media, context.adapters)
         if self.norm is not None:
             x = normalize(self.tp.all_reduce(x), self.norm.norm)
+        if context.media is not None and self.given_normalised:
+            x[context.media.places] = context.media.embeddings  # here each rank has whole vectors
         if self.projection is not None and self.projects_last:
             x = self.projection.beside(context.adapters).product(x)
         return x if self.residual_scale == 1 else x / self.residual_scale
 
     def _put_media(self, x: Tensor, media: MediaContext) -> None:
-        """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
+        """Put images' embeddings, and given ones, into this rank's part of the tokens': one rank adds what all hold."""
         x[media.places] = media.embeddings if self.tp.rank == 0 else 0
 
 

@@ -208,8 +208,7 @@ class Replica:
         """Queue tasks of a round."""
         self._round = round
         for task in tasks:
-            if isinstance(task.prompt, MediaPrompt):
-                assert self._media is not None
+            if isinstance(task.prompt, MediaPrompt) and self._media is not None:
                 self._media.adopt(task.prompt)
             grammar = self._settings.compile("sampling_params", task.params)
             self._unbegun += self._tasks.queue_one(task._replace(grammar=grammar))

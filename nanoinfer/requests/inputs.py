@@ -19,6 +19,7 @@ from nanoinfer.media.messages import NO_MEDIA, take_media
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, TEMPLATE, as_template, salt_of, template_of
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
+from nanoinfer.requests.embeds import EMBEDS, check_settings, read_embeds
 from nanoinfer.requests.media import DATA, MediaInputs, WithMedia, take_beside
 from nanoinfer.requests.prompts import (
     A_MAPPING,
@@ -109,7 +110,7 @@ class Inputs:
         """
         items = prompts_of(prompts)
         settings = settings_of(len(items))
-        return self._begin([change(self._read(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
+        return self._begin([change(self._read_text(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings)
 
     def begin_text(
         self,
@@ -123,7 +124,7 @@ class Inputs:
 
         change: as for begin_texts; output_of: as for Prepared
         """
-        asked = change(self._read(name, prompt))
+        asked = change(self._read_text(name, prompt))
         return self._coming(asked, settings, output_of)
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
@@ -302,10 +303,19 @@ class Inputs:
             return chat._replace(cache_salt=salt)
         return self._unwrap(name, prompt)
 
+    def _read_text(self, name: str, prompt: object) -> Asked:
+        """Read a prompt that gets no token."""
+        if isinstance(prompt, Mapping) and prompt.get(EMBEDS) is not None:
+            raise ValueError(f"{name} has {EMBEDS!r}: must be text or token ids; prompts that generate take embeddings")
+        return self._read(name, prompt)
+
     def _unwrap(self, name: str, prompt: Any) -> Asked:
         """Read a prompt that is text, token ids, or a mapping, which may hold both."""
         if not isinstance(prompt, Mapping):
             return Asked(name, prompt, prompt if isinstance(prompt, str) else None)
+        if prompt.get(EMBEDS) is not None:
+            embeds = read_embeds(name, prompt, self.config)
+            return Asked(name, embeds.token_ids, None, cache_salt=salt_of(name, prompt), embeds=embeds)
         given = {key: value for key, value in prompt.items() if value is not None}
         media = NO_MEDIA if self._media is None else take_beside(name, given)
         known = A_MAPPING if self._media is None else WITH_IMAGES
@@ -358,6 +368,8 @@ class Inputs:
 
     def _tokens_of(self, asked: Asked, seen: Future[MediaPrompt] | None) -> SomeTokens:
         """Return a prompt's tokens; seen: with its images, if it has some."""
+        if asked.embeds is not None:
+            return asked.embeds
         if seen is not None:
             try:
                 return seen.result()
@@ -378,6 +390,8 @@ class Inputs:
         self, name: str, prompt: SomeTokens, params: SamplingParams, packed: array[int] | None = None
     ) -> PackedTokens:
         token_ids = ids_of(prompt)
+        if isinstance(prompt, MediaPrompt):
+            check_settings(name, prompt, params)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
         if packed is None:

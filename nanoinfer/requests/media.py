@@ -136,8 +136,8 @@ class MediaInputs:
     def adopt(self, prompt: MediaPrompt) -> None:
         """Let a prompt of another process have its pixels made in this one."""
         for pixels in prompt.pixels:
-            assert isinstance(pixels, PixelsOnDemand)
-            pixels.load = self._processor.load
+            if isinstance(pixels, PixelsOnDemand):  # else embeddings that a caller gave
+                pixels.load = self._processor.load
 
     def begin(self, prompt: WithMedia) -> Future[MediaPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""

@@ -15,6 +15,7 @@ from nanoinfer.media.messages import NO_MEDIA, Media
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.chat.beside import MESSAGES
+from nanoinfer.requests.embeds import EMBEDS
 from nanoinfer.requests.settings import Settings
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.token_ids import MOST_SHOWN
@@ -40,6 +41,7 @@ class Asked(NamedTuple):
     cache_salt: it shares blocks of the KV cache with prompts of the same salt alone; None: with those without one
     tokenize: makes its tokens, of its name in messages of errors; None: the tokenizer does, of its text
     bound: what `tokenize` encodes its prompt by, as it stands; None: it writes another text, or is None
+    embeds: the prompt with embeddings in place of tokens; None: it has none
     """
 
     name: str
@@ -50,6 +52,7 @@ class Asked(NamedTuple):
     cache_salt: str | None = None
     tokenize: Callable[[str], list[int]] | None = None
     bound: BoundTokenizer | None = None
+    embeds: MediaPrompt | None = None
 
 
 OutputOf = Callable[[Any], Any]  # what makes the output of a Request that is read
@@ -69,8 +72,9 @@ class ComingRequest(NamedTuple):
 
     @property
     def listed(self) -> list[int] | None:
-        """Its token ids, of which nobody knows yet whether they are some; None: it is no list, or has images."""
-        return self.asked.prompt if self.seen is None and type(self.asked.prompt) is list else None
+        """Its token ids, of which nobody knows yet whether they are some; None: it has others than a list of them."""
+        has_others = self.seen is not None or self.asked.embeds is not None
+        return self.asked.prompt if not has_others and type(self.asked.prompt) is list else None
 
     @property
     def is_ready(self) -> bool:
@@ -190,12 +194,12 @@ def prompts_of(prompts: Any) -> list[Any]:
 
 
 def _holds_prompt(value: object) -> bool:
-    return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
+    return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES, EMBEDS))
 
 
 def describe_length(prompt: SomeTokens) -> tuple[str, str]:
     """Return how many tokens a prompt has, and a hint how it could have fewer."""
-    if not isinstance(prompt, MediaPrompt):
+    if not isinstance(prompt, MediaPrompt) or not prompt.counts:
         return f"{len(prompt)} tokens", ""
     medium, count = prompt.largest
     return f"{len(prompt.token_ids)} tokens, of which {medium} has {count}", SMALLER

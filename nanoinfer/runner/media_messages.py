@@ -19,6 +19,7 @@ class MediaPart(NamedTuple):
     first: int  # which of the image's embeddings the first of them takes
     place: int  # of that one, among the chunk's tokens
     length: int
+    is_given: bool = False  # as MediaSpan says
 
 
 @dataclass(slots=True)
@@ -27,3 +28,8 @@ class ChunkMedia:
 
     parts: list[MediaPart]
     positions: array[int] | None  # the tokens' rotary ones, [3, tokens]; None: they are their places
+
+    @property
+    def images(self) -> list[MediaPart]:
+        """The parts that are images', and not a caller's embeddings."""
+        return [part for part in self.parts if not part.is_given]

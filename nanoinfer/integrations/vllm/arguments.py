@@ -80,8 +80,9 @@ SAME: dict[str, dict[Values, str]] = {
             disable_sliding_window enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
             enable_dbo enable_ep_weight_filter enable_eplb enable_expert_parallel enable_flashinfer_autotune
             enable_hc_sp enable_log_requests enable_mamba_cache_stochastic_rounding enable_mixed_moe_lora_format
-            enable_multimodal_encoder_data_parallel enable_shm_tensor_arena enable_sleep_mode engine_use_ray
-            fully_sharded_loras guided_decoding_disable_fallback interleave_mm_strings kv_sharing_fast_prefill
+            enable_multimodal_encoder_data_parallel enable_prompt_embeds enable_shm_tensor_arena enable_sleep_mode
+            engine_use_ray fully_sharded_loras guided_decoding_disable_fallback interleave_mm_strings
+            kv_sharing_fast_prefill
             long_prefill_token_threshold_adaptive multi_step_stream_outputs skip_mm_profiling
             sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay use_replayssm use_tqdm_on_load
             use_v2_block_manager worker_use_ray
@@ -97,7 +98,7 @@ SAME: dict[str, dict[Values, str]] = {
             calculate_kv_scales cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
             data_parallel_multi_port_external_lb enable_elastic_ep enable_fault_tolerance enable_layerwise_nvtx_tracing
             enable_logging_iteration_details enable_lora_bias enable_mfu_metrics enable_mm_embeds
-            enable_mm_processor_stats enable_moe_shared_loras enable_prompt_adapter enable_prompt_embeds
+            enable_mm_processor_stats enable_moe_shared_loras enable_prompt_adapter
             enable_reasoning enable_return_routed_experts enable_tower_connector_lora enable_trace_replay
             guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace kv_cache_metrics
             mm_encoder_only monokernel numa_bind ray_workers_use_nsight return_sampling_mask skip_tokenizer_init

@@ -110,6 +110,7 @@ def read_multipliers(config: PretrainedConfig) -> dict[str, Any]:
         "qkv_bias": config.attention_bias,
         "o_bias": config.attention_bias,
         "embedding_scale": positive("embedding_multiplier", config.embedding_multiplier),
+        "scales_given": True,
         "attention_scale": positive("attention_multiplier", config.attention_multiplier),
         "residual_scale": positive("residual_multiplier", config.residual_multiplier),
         "logit_scale": 1 / positive("logits_scaling", config.logits_scaling),

@@ -36,6 +36,7 @@ def describe(config: PretrainedConfig) -> Description:
         last_norm=RMS_NORM,
         post_norm_eps=positive("post_norm_eps", config.post_norm_eps),
         embedding_norm="model.embed_norm",
+        given_normalised=True,
         qk_norm="head",
         attention_scale=positive("qk_scale_factor", config.qk_scale_factor) * head_dim**-0.5,
         windows=read_windows(config, config.sliding_window),

@@ -10,6 +10,7 @@ import torch
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
 from nanoinfer.draft import Draft
+from nanoinfer.media.given import GivenTower
 from nanoinfer.media.tower.tower import BATCH_BYTES, TransformersTower
 from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
@@ -43,7 +44,7 @@ class Holdings:
     weights: writes into the model and the tower
     tower: the one for images; None: the LLM sees none
     adapters: those beside the model; None: the LLM has none
-    media: the embeddings of images and videos in prompts that are being computed, if there is a tower
+    media: the embeddings of images and videos in prompts that are being computed, and those that prompts have given
     stream: of the layers that lie in host memory; None: none does
     routing: where there is a host, if outputs are to have the experts
     batch_processors: classes that change the logits of all rows; None: the LLM has none
@@ -192,14 +193,15 @@ class Holdings:
         self.model.keep_hidden_states({} if self.hidden_states is None else self.hidden_states.by_layer)
 
     def _build_tower(self) -> TransformersTower | None:
-        config = self._config
-        if config.hf_config is None:
-            return None
-        memory = None if self._lender is None else self._lender.for_weights()
-        at_once = 0 if config.deterministic else BATCH_BYTES
-        tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory, at_once)
-        self.model_bytes += tower.num_bytes
-        self.media = MediaEmbeddings(tower, self._tp, self._device, config.torch_dtype, config.description.hidden_size)
+        config, model, tower = self._config, self._config.description, None
+        if config.hf_config is not None:
+            memory = None if self._lender is None else self._lender.for_weights()
+            at_once = 0 if config.deterministic else BATCH_BYTES
+            tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory, at_once)
+            self.model_bytes += tower.num_bytes
+        how = self._device, config.torch_dtype
+        given = GivenTower(tower, *how, model.embedding_scale if model.scales_given else 1.0)
+        self.media = MediaEmbeddings(given, self._tp, *how, model.embedding_size or model.hidden_size)
         return tower
 
     def begin_weights(self, goes_on: bool) -> None:

@@ -69,7 +69,7 @@ class PrefillInputs:
         )
         if has_sections:
             arrays.append(_pack_sections(chunks))
-        has_ends = whole_images and any(chunk.media is not None and chunk.media.parts for chunk in chunks)
+        has_ends = whole_images and any(chunk.media is not None and chunk.media.images for chunk in chunks)
         if has_ends:
             arrays.append(_pack_ends(chunks))
         has_types = any(chunk.read is not None and chunk.read.separator is not None for chunk in chunks)
@@ -155,7 +155,7 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
     for chunk in chunks:
         begin = len(ends)
         ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
-        for part in [] if chunk.media is None else chunk.media.parts:
+        for part in [] if chunk.media is None else chunk.media.images:
             first, behind = begin + part.place, part.place + part.length
             ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
     return ends

@@ -43,5 +43,6 @@ def describe(config: PretrainedConfig) -> Description:
         qk_norm="head",
         output_gate=True,
         embedding_scale=config.hidden_size**0.5 if config.mup_enabled else 1.0,
+        scales_given=True,
         experts=experts and replace(experts, float32_router=False),
     )
