@@ -29,6 +29,7 @@ from nanoinfer.media.ahead import PixelsAhead
 from nanoinfer.media.pixels import COUNT, Pixels, PixelsOnDemand, PixelSource, join, normalised
 from nanoinfer.media.spans import Encoded, MediaPrompt, MediaSpan, Tower
 from nanoinfer.models import describe
+from nanoinfer.runner.media_messages import MediaPart
 
 MAX_TOKENS = 6
 ERROR = 3e-4 if HAS_CUDA else 1e-4  # of a log-probability
