@@ -16,7 +16,7 @@ from nanoinfer.kernels.states.fold import fold_rows_reference
 from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
-from nanoinfer.kernels.states.walk import Walk, begin_walk, read_part
+from nanoinfer.kernels.states.walk import Walk, begin_walk, read_decays, read_part
 
 
 def delta_rows(
@@ -216,7 +216,8 @@ def _delta_rows_kernel(
     for i in tl.range(first, end, num_stages=STAGES):
         head, v = key_head * TOGETHER + i // PARTS, i % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = v < num_values
-        state, updates, so_far, before = read_part(memory, beside, head, k, v, has_v, sizes, RING)
+        state, updates = read_part(memory, beside, head, k, v, has_v, sizes)
+        so_far, before = read_decays(memory, beside, head, sizes, RING)
         v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
         v_past, v_own = convolve_past(where, v_channel, has_v, CHANNELS, WIDTH, LENGTH)
         v_input = tl.load(x_ptr + v_channel, mask=has_v, other=0.0)

@@ -9,7 +9,7 @@ from nanoinfer.kernels.delta.inverse import invert_few
 from nanoinfer.kernels.delta.terms import gates_of, length_factor
 from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.states.guessed import convolve_places, places_of, times_matrix, totals_of
-from nanoinfer.kernels.states.walk import begin_walk, read_part
+from nanoinfer.kernels.states.walk import begin_walk, read_decays, read_part
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -87,30 +87,37 @@ def delta_guesses_kernel(
     own_key_ptrs = keys_ptr + (own[:, None] * KEY_HEADS + key_head) * KEY_DIM + k
     tl.store(own_key_ptrs, key, mask=is_token[:, None] & is_mine)
 
+    kept_type = updates_ptr.dtype.element_ty
+    far = tl.zeros([PLACES], tl.float32)
+    k_since, q_since = tl.zeros([PLACES, TOKENS], kept_type), tl.zeros([PLACES, TOKENS], kept_type)
+    learn, q_near = tl.zeros([PLACES, PLACES], tl.float32), tl.zeros([PLACES, PLACES], kept_type)
     for i in tl.range(begin, end, num_stages=STAGES):
         head, v = key_head * TOGETHER + i // PARTS, i % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = v < tl.where(slot >= 0, VALUE_DIM, 0)
-        state, updates, so_far, before = read_part(memory, beside, head, k, v, has_v, sizes, RING)
+        state, updates = read_part(memory, beside, head, k, v, has_v, sizes)
         v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
         value = convolve_places(where, tokens, v_channel, has_v, has_v, CHANNELS, WIDTH, LENGTH)
-        a = tl.load(a_ptr + place * a_stride + head, mask=is_token, other=0.0)
-        b = tl.load(b_ptr + place * b_stride + head, mask=is_token, other=0.0)
-        log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
-        log_decay, strength = gates_of(a, b, log_decay, dt_bias, LARGEST)
-        total, kept = totals_of(log_decay, before, since + r, is_token, TOKENS)
+        if (i == begin) | (i % PARTS == 0):  # all parts of a head share this
+            so_far, before = read_decays(memory, beside, head, sizes, RING)
+            a = tl.load(a_ptr + place * a_stride + head, mask=is_token, other=0.0)
+            b = tl.load(b_ptr + place * b_stride + head, mask=is_token, other=0.0)
+            log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
+            log_decay, strength = gates_of(a, b, log_decay, dt_bias, LARGEST)
+            total, kept = totals_of(log_decay, before, since + r, is_token, TOKENS)
+            tl.store(decays_ptr + own * VALUE_HEADS + head, kept, mask=is_token & (i % PARTS == 0))
+            far, decay = tl.exp(total), tl.exp(total[:, None] - so_far[None, :])
+            k_since, q_since = (k_scores * decay).to(kept_type), (q_scores * decay).to(kept_type)
+            near = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
+            q_near = (q_products * near).to(kept_type)
+            # What a token learns, those behind it have.
+            system = tl.where(r[:, None] > r[None, :], k_products * near, 0.0) * strength[:, None] * k_factor[None, :]
+            learn = invert_few(system) * k_factor[:, None] * strength[None, :]
 
-        far, decay = tl.exp(total)[:, None], tl.exp(total[:, None] - so_far[None, :])
-        has = tl.dot((k_scores * decay).to(updates.dtype), updates, times_matrix(key, state) * far, "ieee")
-        out = tl.dot((q_scores * decay).to(updates.dtype), updates, times_matrix(query, state) * far, "ieee")
-        near = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
-        misses = strength[:, None] * (value - k_factor[:, None] * has)
-        # What a token learns, those behind it have.
-        system = tl.where(r[:, None] > r[None, :], k_products * near, 0.0) * strength[:, None] * k_factor[None, :]
-        update = tl.dot(invert_few(system), misses, input_precision="ieee")
-        update = (update * k_factor[:, None]).to(updates.dtype)
-        out = tl.dot((q_products * near).to(updates.dtype), update, out, "ieee") * q_factor[:, None]
+        has = tl.dot(k_since, updates, times_matrix(key, state) * far[:, None], "ieee")
+        out = tl.dot(q_since, updates, times_matrix(query, state) * far[:, None], "ieee")
+        update = tl.dot(learn, value - k_factor[:, None] * has, input_precision="tf32x3").to(kept_type)
+        out = tl.dot(q_near, update, out, "ieee") * q_factor[:, None]
         mask = is_token[:, None] & has_v
         tl.store(updates_ptr + (own[:, None] * VALUE_HEADS + head) * VALUE_DIM + v, update, mask=mask)
-        tl.store(decays_ptr + own * VALUE_HEADS + head, kept, mask=is_token & (i % PARTS == 0))
         out_ptrs = out_ptr + (place[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ from nanoinfer.kernels.states.fold import fold_rows_reference
 from nanoinfer.kernels.states.guessed import PLACES
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.states.since import read, write
-from nanoinfer.kernels.states.walk import Walk, begin_walk, read_part
+from nanoinfer.kernels.states.walk import Walk, begin_walk, read_decays, read_part
 
 
 def mamba_rows(
@@ -215,7 +215,8 @@ def _mamba_rows_kernel(
     for i in tl.range(first, end, num_stages=STAGES):
         head, d = group * TOGETHER + i // PARTS, i % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
         has_d = d < num_inputs
-        state, updates, so_far, before = read_part(memory, beside, head, n, d, has_d, sizes, RING)
+        state, updates = read_part(memory, beside, head, n, d, has_d, sizes)
+        so_far, before = read_decays(memory, beside, head, sizes, RING)
         x_channel = head * DIM + d
         x_past, x_own = convolve_past(where, x_channel, has_d, CHANNELS, WIDTH, LENGTH)
         x_input = tl.load(inputs + x_channel, mask=has_d, other=0.0)

@@ -8,7 +8,7 @@ import triton.language as tl
 from nanoinfer.kernels.launch import wait_for_predecessor
 from nanoinfer.kernels.mamba.terms import step_of
 from nanoinfer.kernels.states.guessed import convolve_places, places_of, times_matrix, totals_of
-from nanoinfer.kernels.states.walk import begin_walk, read_part
+from nanoinfer.kernels.states.walk import begin_walk, read_decays, read_part
 
 
 @triton.jit(do_not_specialize=["rows", "least", "most"])
@@ -83,24 +83,31 @@ def mamba_guesses_kernel(
     own_key_ptrs = keys_ptr + (own[:, None] * GROUPS + group) * NUMBERS + n
     tl.store(own_key_ptrs, b, mask=is_token[:, None] & is_mine)
 
+    kept_type = updates_ptr.dtype.element_ty
+    far, step = tl.zeros([PLACES], tl.float32), tl.zeros([PLACES], tl.float32)
+    c_since, c_near = tl.zeros([PLACES, TOKENS], kept_type), tl.zeros([PLACES, PLACES], kept_type)
     for i in tl.range(begin, end, num_stages=STAGES):
         head, d = group * TOGETHER + i // PARTS, i % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
         has_d = d < tl.where(slot >= 0, DIM, 0)
-        state, updates, so_far, before = read_part(memory, beside, head, n, d, has_d, sizes, RING)
+        state, updates = read_part(memory, beside, head, n, d, has_d, sizes)
         x = convolve_places(where, tokens, head * DIM + d, has_d, has_d, CHANNELS, WIDTH, LENGTH)
-        dt = tl.load(dt_ptr + place * dt_stride + head, mask=is_token, other=0.0)
-        log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
-        step, log_decay = step_of(dt, log_decay, dt_bias, least, most)
-        total, kept = totals_of(log_decay, before, since + r, is_token, TOKENS)
+        if (i == begin) | (i % PARTS == 0):  # all parts of a head share this
+            so_far, before = read_decays(memory, beside, head, sizes, RING)
+            dt = tl.load(dt_ptr + place * dt_stride + head, mask=is_token, other=0.0)
+            log_decay, dt_bias = tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head)
+            step, log_decay = step_of(dt, log_decay, dt_bias, least, most)
+            total, kept = totals_of(log_decay, before, since + r, is_token, TOKENS)
+            tl.store(decays_ptr + own * HEADS + head, kept, mask=is_token & (i % PARTS == 0))
+            far = tl.exp(total)
+            c_since = (scores * tl.exp(total[:, None] - so_far[None, :])).to(kept_type)
+            near = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
+            c_near = (products * near).to(kept_type)
 
-        decay = tl.exp(total[:, None] - so_far[None, :])
-        out = times_matrix(c, state) * tl.exp(total)[:, None] + tl.load(skips_ptr + head).to(tl.float32) * x
-        out = tl.dot((scores * decay).to(updates.dtype), updates, out, "ieee")
-        near = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
-        update = (step[:, None] * x).to(updates.dtype)
-        out = tl.dot((products * near).to(updates.dtype), update, out, "ieee")
+        out = times_matrix(c, state) * far[:, None] + tl.load(skips_ptr + head).to(tl.float32) * x
+        out = tl.dot(c_since, updates, out, "ieee")
+        update = (step[:, None] * x).to(kept_type)
+        out = tl.dot(c_near, update, out, "ieee")
         mask = is_token[:, None] & has_d
         tl.store(updates_ptr + (own[:, None] * HEADS + head) * DIM + d, update, mask=mask)
-        tl.store(decays_ptr + own * HEADS + head, kept, mask=is_token & (i % PARTS == 0))
         out_ptrs = out_ptr + (place[:, None] * HEADS + head) * DIM + d
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

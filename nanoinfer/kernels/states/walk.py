@@ -85,20 +85,30 @@ def begin_walk(
 
 
 @triton.jit
-def read_part(memory, beside, head, k, v, has_v, sizes: tl.constexpr, RING: tl.constexpr):
-    """Return some values of a head's matrix, and of the tokens beside it: updates, decays, and the last one's decay.
+def read_part(memory, beside, head, k, v, has_v, sizes: tl.constexpr):
+    """Return some values of a head's matrix, and of the updates of the tokens beside it.
 
     beside: what begin_walk returns, but for the keys; k: [keys]; v, has_v: [values], and which of them there are
     """
-    matrices_ptr, _, updates_ptr, decays_ptr = memory
-    slot, position, count, entry, known = beside
+    matrices_ptr, _, updates_ptr, _ = memory
+    slot, _, _, entry, known = beside
     HEADS: tl.constexpr = sizes[1]
     KEY_DIM: tl.constexpr = sizes[2]
     VALUE_DIM: tl.constexpr = sizes[3]
     matrix_ptrs = matrices_ptr + ((slot * HEADS + head) * KEY_DIM + k[:, None]) * VALUE_DIM + v
     matrix = tl.load(matrix_ptrs, mask=(k < KEY_DIM)[:, None] & has_v, other=0.0).to(tl.float32)
     updates_ptrs = updates_ptr + (entry[:, None] * HEADS + head) * VALUE_DIM + v
-    updates = tl.load(updates_ptrs, mask=known[:, None] & has_v, other=0.0)
-    so_far = tl.load(decays_ptr + entry * HEADS + head, mask=known, other=0.0)
-    last_ptr = decays_ptr + (slot * RING + (position + RING - 1) % RING) * HEADS + head
-    return matrix, updates, so_far, tl.load(last_ptr, mask=count > 0, other=0.0)
+    return matrix, tl.load(updates_ptrs, mask=known[:, None] & has_v, other=0.0)
+
+
+@triton.jit
+def read_decays(memory, beside, head, sizes: tl.constexpr, RING: tl.constexpr):
+    """Return the logarithms of a head's decays up to each of the tokens beside a matrix, and up to the last of them.
+
+    beside: as for read_part
+    """
+    slot, position, count, entry, known = beside
+    HEADS: tl.constexpr = sizes[1]
+    so_far = tl.load(memory[3] + entry * HEADS + head, mask=known, other=0.0)
+    last_ptr = memory[3] + (slot * RING + (position + RING - 1) % RING) * HEADS + head
+    return so_far, tl.load(last_ptr, mask=count > 0, other=0.0)
