@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer.process.bar import Advance, ignore
 from nanoinfer.process.interrupts import delayed_interrupt
-from nanoinfer.weights.shards import Filled
+from nanoinfer.weights.shards import Away, Filled, is_tensor
 from nanoinfer.weights.together import write_all
 
 BUFFER_BYTES = 16 << 20
@@ -86,7 +86,10 @@ def copy_parts(
 
 
 class Uploads:
-    """Copies from the host to where a model's weights are. On a GPU, tensors wait until they are many."""
+    """Copies from the host to where a model's weights are. On a GPU, tensors wait until they are many.
+
+    Plain weights whose home is host memory are written there, and never come to the device for that.
+    """
 
     def __init__(self, device: torch.device, advance: Advance = ignore) -> None:
         """advance: told the bytes that have been copied"""
@@ -98,17 +101,20 @@ class Uploads:
         self._filled: set[int] = set()  # the ids of targets that are tensors
         self._staged: list[tuple[Filled, Tensor]] = []  # targets that are no tensors, and where what fills them goes
         self._come: list[tuple[Filled, Tensor]] = []  # of these, those that have been copied there
+        self._homes: list[tuple[Away, Tensor]] = []  # targets in host memory, and what fills them
 
     def add(self, target: Tensor | Filled, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
+        home = target if isinstance(target, Away) and is_tensor(target) else None
         if self._device.type == "cpu":
-            target.copy_(source)
+            (target if home is None else home.at_home()).copy_(source)
             self._advance(source.nbytes)
             return
-        if isinstance(target, Tensor):
-            if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
+        if isinstance(target, Tensor) or home is not None:
+            own = target if home is None else home.target
+            if id(own) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
                 self._copy()
-            self._filled.add(id(target))
+            self._filled.add(id(own))
         else:
             if self._num_staged + source.nbytes > self._most_staged // 2:  # half is copied while half is written
                 self._copy()
@@ -116,7 +122,11 @@ class Uploads:
             self._staged.append((target, staged))
             self._num_staged += staged.nbytes
             target = staged
-        self._parts += _parts_of(target, source)
+        if home is not None:
+            self._homes.append((home, source))
+        else:
+            assert isinstance(target, Tensor)
+            self._parts += _parts_of(target, source)
         self._num_bytes += _room(source)
         if self._num_bytes >= BYTES_AT_ONCE:
             self._copy()
@@ -128,6 +138,11 @@ class Uploads:
 
     def _copy(self) -> None:
         """Copy what waits, and meanwhile write what was copied before."""
+        if self._homes:
+            self._write()  # it brings layers: not while the threads write at their homes
+            homes, self._homes = self._homes, []
+            for home, source in homes:
+                self._parts += _parts_of(home.at_home(), source)
         bundles, num_bytes, self._parts = _bundled(self._parts), self._num_bytes, []
         self._num_bytes = self._num_staged = 0
         self._filled.clear()
@@ -143,11 +158,23 @@ class Uploads:
     def _upload(self, bundle: list[Copy], buffer: Tensor) -> None:
         start = 0
         for target, source in bundle:
+            if target.device.type == "cpu":
+                _write_home(target, source)
+                self._advance(source.nbytes)
+                continue
             staged = buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
             np.copyto(_as_array(staged), _as_array(source))
             target.copy_(staged, non_blocking=True)
             self._advance(source.nbytes)
             start += _room(source)
+
+
+def _write_home(home: Tensor, source: Tensor) -> None:
+    """Copy from the host to the host, by this thread alone unless numbers are converted."""
+    if home.dtype == source.dtype:
+        np.copyto(_as_array(home), _as_array(source))
+    else:
+        home.copy_(source)
 
 
 def _parts_of(target: Tensor, source: Tensor) -> Iterator[Copy]:

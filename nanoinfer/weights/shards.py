@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -68,6 +68,18 @@ class Saved(Written, Protocol):
         ...
 
 
+class Bring(Protocol):
+    """Brings what an Away needs, from its home in host memory."""
+
+    def __call__(self, writes: bool) -> object:
+        """Have the numbers where they are used. writes: they will change there"""
+        ...
+
+    def at_home(self, own: Tensor) -> Tensor:
+        """Return what host memory has of a tensor in the shared memory, until the numbers are brought."""
+        ...
+
+
 class Away:
     """A target whose memory is not its own: a layer's numbers are there only while somebody uses them.
 
@@ -82,6 +94,14 @@ class Away:
         """Return the target, whose numbers are there until another layer's are brought. writes: they will change"""
         self._bring(writes)
         return self.target
+
+    def at_home(self) -> Tensor:
+        """Return a plain target's own place in host memory, which may be written until the numbers are brought.
+
+        The device may still be writing there: whoever writes synchronizes with it first.
+        """
+        assert isinstance(self.target, Tensor)
+        return self._bring.at_home(self.target)
 
     @property
     def shape(self) -> torch.Size:
@@ -106,7 +126,6 @@ class Away:
         return target if isinstance(target, Tensor) else target.unpacked()
 
 
-Bring = Callable[[bool], object]  # brings what an Away needs; takes whether that will change
 Target = Tensor | Written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,32 @@ class StreamedLayer:
     buffer: int
     here: Tensor
     there: Tensor
+
+    def home_of(self, own: Tensor) -> Tensor:
+        """Return what host memory has of a tensor in `here`."""
+        if own.numel() == 0:
+            return own.new_empty(own.shape, device=self.there.device)
+        first = own.data_ptr() - self.here.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+        span = self.there[first : first + (last + 1) * own.itemsize]
+        return span.view(own.dtype).as_strided(own.shape, own.stride())
+
+
+@dataclass(frozen=True)
+class BringLayer:
+    """Brings a streamed layer: see Bring."""
+
+    stream: LayerStream
+    layer: StreamedLayer
+
+    def __call__(self, writes: bool) -> None:
+        """Have the layer in its buffer."""
+        self.stream.bring(self.layer, writes)
+
+    def at_home(self, own: Tensor) -> Tensor:
+        """Let the buffer no longer hold the layer; returns the part of its host memory that a tensor of it has."""
+        self.stream.leave(self.layer)
+        return self.layer.home_of(own)
 
 
 class LayerStream:
@@ -88,7 +114,7 @@ class LayerStream:
     @cached_property
     def away(self) -> dict[nn.Module, Bring]:
         """The modules of streamed layers, and what brings each of these."""
-        return {module: partial(self.bring, layer) for layer in self._layers for module in layer.module.modules()}
+        return {module: BringLayer(self, layer) for layer in self._layers for module in layer.module.modules()}
 
     def parts(self, model: nn.Module) -> Iterator[list[nn.Module]]:
         """Yield the modules that stay, then those of each streamed layer, which is brought and may be changed."""
@@ -106,6 +132,13 @@ class LayerStream:
             layer.here.copy_(layer.there, non_blocking=True)
             self._held[layer.buffer] = layer
         self._is_changed[layer.buffer] |= writes
+
+    def leave(self, layer: StreamedLayer) -> None:
+        """Have a layer's numbers in host memory alone, as soon as the device has done its work."""
+        if self._held[layer.buffer] is layer:
+            self._wait(layer.buffer)
+            self._return(layer.buffer)
+            self._held[layer.buffer] = None
 
     def _return(self, buffer: int) -> None:
         """Copy what has changed in a buffer to host memory."""
