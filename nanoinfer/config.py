@@ -235,6 +235,7 @@ class Config:
     hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_config: dict[str, Any] = field(init=False, repr=False)  # the checkpoint's file
+    layer_files: tuple[str, ...] = field(default=(), init=False, repr=False)  # by rank, where replicas share layers
 
     def __post_init__(self, when_checked: Callable[[Config], object] | None) -> None:
         """Check the options and find the files, then read the checkpoint, which takes a second, and check the rest.

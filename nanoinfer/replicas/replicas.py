@@ -76,7 +76,7 @@ class Replicas(EngineClient):
         self._transport = transport_of(config)
         self._processes: dict[int, ReplicaProcess] = {}
         self._newcomers: list[int] | None = None  # those that `without_newcomers` keeps waiting; None: it keeps none
-        self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._processes, self._transport)
         try:
             for index in range(config.data_parallel_size):
                 with delayed_interrupt():
@@ -89,6 +89,7 @@ class Replicas(EngineClient):
         """Let all engines start; `wait_until_ready` tells how that ended."""
         self._config = copy(config)  # LLM writes into its own
         self._config.use_tqdm = False
+        self._config.layer_files = self._transport.layer_files(config)
         first = copy(self._config)  # its bars stand for those of all, if a terminal watches this process
         first.use_tqdm = Voice(config).is_heard
         for index, process in self._processes.items():
@@ -377,7 +378,7 @@ def transport_of(config: Config) -> Transport:
     return Spawning()
 
 
-def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:
+def _close(owner: int, processes: dict[int, ReplicaProcess], transport: Transport) -> None:
     """End all replicas: those that do not listen are killed."""
     if owner != os.getpid():
         return  # this is a fork
@@ -390,3 +391,4 @@ def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:
     for process in processes.values():
         process.join(max(deadline - time.monotonic(), 0))
     processes.clear()
+    transport.close()

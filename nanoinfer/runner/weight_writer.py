@@ -20,7 +20,7 @@ from nanoinfer.runner.streaming.stream import LayerStream
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Derived, Matrix
-from nanoinfer.weights.shards import Table, Target, at_hand, table_of
+from nanoinfer.weights.shards import Table, Target, at_hand, is_elsewhere, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 MOST_WAITING = 1024  # copies; CUDA launches many small ones together in the time of a few
@@ -67,6 +67,8 @@ class WeightWriter:
     def load(self, config: Config, voice: Voice) -> None:
         """Fill the weights of model and tower, which have just been built; raises ValueError as Source.fill does."""
         source: Source
+        if self._stream is not None:
+            self._stream.begin_change(is_first=True)
         if config.load_format == "safetensors":
             source = FileSource(config.model, config.description.beside)
         else:
@@ -76,6 +78,8 @@ class WeightWriter:
             for modules in self._parts():
                 skew_routers(modules)
         self.finish()
+        if self._stream is not None and (fault := self._stream.end_change()) is not None:
+            raise RuntimeError(fault)
 
     def fill(self, source: Source, bar: MakeBar) -> None:
         """Fill all weights; raises ValueError as Source.fill does. `finish` must follow. bar: as for Source.fill"""
@@ -101,6 +105,8 @@ class WeightWriter:
         self._written.clear()
         self._holders = {key: name for key, name in self._holders.items() if goes_on and name in self._twins}
         self._unlike.clear()
+        if self._stream is not None:
+            self._stream.begin_change(is_first=False)
 
     def write(self, name: str, tensor: Tensor, stays: bool) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype.
@@ -132,6 +138,8 @@ class WeightWriter:
 
     def _compare(self, name: str, target: Target, source: Tensor) -> None:
         """Compare a tensor with another one that has filled the same target. The host does not wait for it."""
+        if is_elsewhere(target):
+            return
         held = at_hand(target)
         assert isinstance(held, Tensor)
         self._unlike.append((name, (held != source.to(held)).any()))
@@ -157,7 +165,12 @@ class WeightWriter:
     @torch.inference_mode()
     def read(self, source: FileSource) -> None:
         """Write the tensors of files that fit the table."""
-        self._written.update(dict.fromkeys(source.copy(self.table)))
+        try:
+            self._written.update(dict.fromkeys(source.copy(self.table)))
+        except BaseException:
+            if self._stream is not None:
+                self._stream.abandon_change()
+            raise
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the copying threads needed to convert numbers
 
@@ -166,6 +179,15 @@ class WeightWriter:
 
         All ranks call this together.
         """
+        fault = self._end()
+        if self._stream is None or not self._stream.is_shared:
+            return fault
+        late = self._stream.end_change()
+        if self._tp.min(late is None, self._device):
+            return fault
+        return fault or late or "another rank has not got its weights"
+
+    def _end(self) -> str | None:
         self._copy_waiting()
         self._reader.close()  # before rank 0 frees what was read
         names, none = list(self.table), sys.maxsize

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.shards import Away, Table, whole_of
+from nanoinfer.weights.shards import Away, Shard, Table, is_elsewhere, whole_of
 
 FEW = 8
 
@@ -19,7 +19,7 @@ def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     The search looks at each target only if a sum of numbers is not finite: that of a parameter, or if there are few
     targets, that of a target, for these may be small parts of large parameters.
     """
-    targets = [(name, shard.target) for name in names for shard in table[name] if not shard.is_limit]
+    targets = [(name, shard.target) for name in names for shard in table[name] if _counts(shard)]
     if not targets:
         return None
     summed = [target if len(targets) <= FEW else whole_of(target) for _, target in targets]
@@ -28,6 +28,10 @@ def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     if sums.isfinite().all():
         return None
     return next((name for name, target in targets if not _numbers(target).isfinite().all()), None)
+
+
+def _counts(shard: Shard) -> bool:
+    return not (shard.is_limit or is_elsewhere(shard.target))
 
 
 def _identity(values: Any) -> int:

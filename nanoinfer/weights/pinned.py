@@ -106,6 +106,9 @@ class Uploads:
     def add(self, target: Tensor | Filled, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         home = target if isinstance(target, Away) and is_tensor(target) else None
+        if home is not None and home.is_elsewhere:
+            self._advance(source.nbytes)
+            return
         if self._device.type == "cpu":
             (target if home is None else home.at_home()).copy_(source)
             self._advance(source.nbytes)

@@ -69,7 +69,15 @@ class Saved(Written, Protocol):
 
 
 class Bring(Protocol):
-    """Brings what an Away needs, from its home in host memory."""
+    """Brings what an Away needs, from its home in host memory.
+
+    is_elsewhere: another process writes there, what all are told to write; what this one writes is dropped
+    """
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what is written is dropped."""
+        ...
 
     def __call__(self, writes: bool) -> object:
         """Have the numbers where they are used. writes: they will change there"""
@@ -94,6 +102,11 @@ class Away:
         """Return the target, whose numbers are there until another layer's are brought. writes: they will change"""
         self._bring(writes)
         return self.target
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process writes the numbers, and checks them."""
+        return self._bring.is_elsewhere
 
     def at_home(self) -> Tensor:
         """Return a plain target's own place in host memory, which may be written until the numbers are brought.
@@ -132,6 +145,11 @@ Target = Tensor | Written
 def at_hand(target: Target, writes: bool = False) -> Target:
     """Return a target that is where its numbers are. writes: they will change"""
     return target.at_hand(writes) if isinstance(target, Away) else target
+
+
+def is_elsewhere(target: object) -> bool:
+    """Return whether another process writes a target's numbers, and checks them."""
+    return isinstance(target, Away) and target.is_elsewhere
 
 
 def is_tensor(target: Target) -> bool:

@@ -145,6 +145,13 @@ class Transport(ABC):
     def start(self, config: Config, index: int) -> ReplicaProcess:
         """Start a replica, which imports what it needs and waits for `begin`. Of config, the options are enough."""
 
+    def layer_files(self, config: Config) -> tuple[str, ...]:
+        """Return, for each rank, a file in memory for streamed layers that all replicas have; (): each has its own."""
+        return ()
+
+    def close(self) -> None:
+        """Give back what the replicas had of this process, once they have ended."""
+
     @abstractmethod
     def mirrored(self, segment: SharedSegment, processes: dict[int, ReplicaProcess]) -> AbstractContextManager[Mirrors]:
         """Return a context in which these replicas have a segment, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
@@ -69,6 +70,20 @@ class SpawnedProcess(ReplicaProcess):
 
 class Spawning(Transport):
     """Spawns replicas, which share this machine's memory."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []  # which have no names: the system frees them with the last process that has them
+
+    def layer_files(self, config: Config) -> tuple[str, ...]:
+        """Return files that live until `close`, or until this process and all replicas are gone."""
+        if config.weight_offload_gib and config.data_parallel_size > 1 and sys.platform == "linux":
+            self._files += [os.memfd_create("nanoinfer-layers") for _ in range(config.tensor_parallel_size)]
+        return tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
+
+    def close(self) -> None:
+        """Give the files back."""
+        while self._files:
+            os.close(self._files.pop())
 
     def start(self, config: Config, index: int) -> ReplicaProcess:
         """Start a replica, which imports what it needs and waits for `begin`. Of config, the options are enough."""

@@ -31,7 +31,8 @@ from nanoinfer.runner.start.voice import Voice
 from nanoinfer.runner.steering import SteeringSlots
 from nanoinfer.runner.streaming.choice import choose_layers, hint, host_lacks
 from nanoinfer.runner.streaming.layer_memory import LayerMemory, count_layers
-from nanoinfer.runner.streaming.plan import NOTHING, LayerSizes
+from nanoinfer.runner.streaming.plan import NOTHING, LayerSizes, StreamPlan
+from nanoinfer.runner.streaming.shared_pages import SharedPages
 from nanoinfer.runner.streaming.stream import LayerStream
 from nanoinfer.runner.weight_writer import WeightWriter
 
@@ -114,16 +115,23 @@ class Holdings:
         if self._config.weight_offload_gib:
             sizes = self.layer_sizes
             plan = choose_layers(self._config, sizes, (self.cache_spec, self.state_spec), self._device)
+        if (shared := self._open_shared()) is not None:
+            plan = StreamPlan.of(shared.agree(plan.layers), sizes)
         with self._device, nullcontext() if self._lender is None else self._lender.for_weights():
             memory = LayerMemory(plan, self._device) if plan.layers else None
             self.model = self._new_model(anywhere if memory is None else memory.place)
         self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         if memory is not None:
             try:
-                self.stream = LayerStream(self.model, memory)
+                self.stream = LayerStream(self.model, memory, shared)
             except (MemoryError, RuntimeError) as error:
                 raise host_lacks(self._config, plan, sizes, error) from error
             self.model_bytes -= self.stream.saved_bytes
+
+    def _open_shared(self) -> SharedPages | None:
+        """Return this rank's host memory that all replicas have; None: they do not share any."""
+        config = self._config
+        return SharedPages(config.layer_files[self._tp.rank], config.worker_timeout) if config.layer_files else None
 
     def _new_model(self, place: Place) -> CausalLM:
         config = self._config

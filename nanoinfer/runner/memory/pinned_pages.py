@@ -35,14 +35,25 @@ class PinnedPages:
 
 def pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Return zeros, [bytes] uint8, pinned for a GPU. Raises MemoryError or RuntimeError if the host has no room."""
-    if (free := free_bytes()) < num_bytes + SPARE_BYTES:
-        raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
+    check_room(num_bytes)
     memory = torch.from_numpy(np.frombuffer(pages(max(num_bytes, 1)), np.uint8))[:num_bytes]
     if device.type == "cuda":
         memory.fill_(0)  # pages that are there are pinned in less time
-        with torch.cuda.device(device):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+        pin(memory, device)
     return memory
+
+
+def check_room(num_bytes: int) -> None:
+    """Raise MemoryError if the host has no room for so much more."""
+    if (free := free_bytes()) < num_bytes + SPARE_BYTES:
+        raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
+
+
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Let a GPU copy memory at full speed, if it is one. Raises RuntimeError if the host pins no more."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)))
 
 
 def unpin(memory: Tensor) -> None:

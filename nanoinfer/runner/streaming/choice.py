@@ -104,7 +104,8 @@ def _fastest(config: Config, sizes: LayerSizes, specs: Specs, device: torch.devi
 
 def _shares(config: Config) -> int:
     """Return how many ranks of this machine have layers in host memory."""
-    return config.tensor_parallel_size * (1 if config.is_on_ray else config.data_parallel_size)
+    is_once = config.is_on_ray or config.layer_files  # replicas on other machines, or with one copy for all
+    return config.tensor_parallel_size * (1 if is_once else config.data_parallel_size)
 
 
 def _smaller(config: Config) -> str:

@@ -14,6 +14,7 @@ from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.runner.memory.pinned_pages import PinnedPages
 from nanoinfer.runner.streaming.layer_memory import LayerMemory
+from nanoinfer.runner.streaming.shared_pages import SharedPages
 from nanoinfer.weights.shards import Bring
 
 
@@ -48,6 +49,11 @@ class BringLayer:
     stream: LayerStream
     layer: StreamedLayer
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another replica writes the layer."""
+        return self.stream.drops
+
     def __call__(self, writes: bool) -> None:
         """Have the layer in its buffer."""
         self.stream.bring(self.layer, writes)
@@ -55,7 +61,7 @@ class BringLayer:
     def at_home(self, own: Tensor) -> Tensor:
         """Let the buffer no longer hold the layer; returns the part of its host memory that a tensor of it has."""
         self.stream.leave(self.layer)
-        return self.layer.home_of(own)
+        return self.layer.home_of(own) if self.stream.may_write() else own.new_empty(own.shape, device="cpu")
 
 
 class LayerStream:
@@ -73,11 +79,18 @@ class LayerStream:
     All copies are in the order of the device's work: the host waits for none.
     """
 
-    def __init__(self, model: CausalLM, memory: LayerMemory) -> None:
-        """model: built in this memory. Raises MemoryError or RuntimeError if the host has too little memory to pin."""
+    def __init__(self, model: CausalLM, memory: LayerMemory, shared: SharedPages | None = None) -> None:
+        """model: built in this memory; shared: where the layers are, if replicas share them.
+
+        Raises MemoryError or RuntimeError if the host has too little memory to pin.
+        """
         self._buffers = memory.buffers
         self.device = memory.buffers[0].device
-        self._pages = PinnedPages([arena.num_bytes for arena in memory.arenas.values()], self.device)
+        sizes = [arena.num_bytes for arena in memory.arenas.values()]
+        self._shared = shared
+        if shared is not None:
+            shared.open(sizes, self.device)
+        self._pages = shared or PinnedPages(sizes, self.device)
         modules = list(model.each_layer)
         self._num_layers = len(modules)
         self._layers = []
@@ -145,8 +158,49 @@ class LayerStream:
         layer = self._held[buffer]
         if self._is_changed[buffer]:
             assert layer is not None
-            layer.there.copy_(layer.here, non_blocking=True)
+            if self.may_write():
+                layer.there.copy_(layer.here, non_blocking=True)
             self._is_changed[buffer] = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other replicas have the same host memory."""
+        return self._shared is not None
+
+    @property
+    def drops(self) -> bool:
+        """Whether another replica writes the layers: what is written here goes nowhere."""
+        return self._shared is not None and not self._shared.is_writer
+
+    def may_write(self) -> bool:
+        """Whether this process writes the layers in host memory; waits until no other one reads them."""
+        return self._shared is None or self._shared.may_write()
+
+    def begin_change(self, is_first: bool) -> None:
+        """Expect new numbers, as all replicas do that share the memory. is_first: they are the first ones"""
+        if self._shared is not None:
+            self._synchronize()
+            self.forget()
+            self._shared.begin(is_first)
+
+    def end_change(self) -> str | None:
+        """Have all numbers in host memory, once the writer has ended; returns why they are not there, or None."""
+        if self._shared is None:
+            return None
+        for buffer in range(len(self._buffers)):
+            self._return(buffer)
+        self._synchronize()
+        self.forget()
+        return self._shared.end()
+
+    def abandon_change(self) -> None:
+        """Let the replicas know that this one writes no more."""
+        if self._shared is not None:
+            self._shared.abandon()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def rest(self) -> None:
         """Have the first layers in the buffers, and all that has changed in host memory: a pass may begin."""
