@@ -24,7 +24,7 @@ from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, unit_by_unit
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights import pinned
-from nanoinfer.weights.shards import table_of
+from nanoinfer.weights.shards import Away, table_of
 from nanoinfer.weights.sources import FileSource
 
 
@@ -326,6 +326,23 @@ class TestUploads:
         assert torch.equal(own.numbers.cpu(), 2 * sources[0].float())
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("at_once", [1, 1 << 20])
+    def test_weights_whose_home_is_host_memory(self, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are written there, also between others that go to the GPU; of two for one target, the later counts."""
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 12)
+        monkeypatch.setattr(pinned, "BYTES_AT_ONCE", at_once)
+        homes = [Home(300, 200, device="cuda") for _ in range(20)]
+        uploads, device = pinned.Uploads(torch.device("cuda", 0)), torch.zeros(300, 200, device="cuda")
+        for number, home in enumerate(homes):
+            uploads.add(Away(home.target, home), torch.full((300, 200), -1.0))
+            uploads.add(device, torch.full((300, 200), float(number)))
+            dtype = torch.float16 if number % 2 else torch.float32
+            uploads.add(Away(home.target, home), torch.full((300, 200), number, dtype=dtype))
+        uploads.finish()
+        assert (device == 19).all()
+        assert all((home.numbers == number).all() for number, home in enumerate(homes))
+
+    @pytest.mark.gpu
     def test_an_error_is_raised(self) -> None:
         uploads = pinned.Uploads(torch.device("cuda", 0))
         uploads.add(torch.zeros(3, device="cuda"), torch.zeros(4))
@@ -429,6 +446,28 @@ class TestThreads:
         assert sum(counted) == 731 * 50 * 4
         assert len(counted) > 100
 
+    @pytest.mark.parametrize("at_once", [1, 1 << 20])
+    def test_weights_whose_home_is_host_memory(self, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is brought while the threads write at home."""
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 12)
+        monkeypatch.setattr(pinned, "BYTES_AT_ONCE", at_once)
+        counted: list[int] = []
+        uploads = pinned.Uploads(torch.device("cuda", 0), counted.append)
+        homes, elsewhere, mixed = [Home() for _ in range(9)], Home(is_elsewhere=True), Home()
+        for number, home in enumerate(homes):
+            dtype = torch.float16 if number % 2 else torch.float32
+            uploads.add(Away(home.target, home), torch.full((60, 50), -1.0))
+            uploads.add(Away(Quantized(mixed.target), mixed), torch.full((60, 50), float(number)))
+            uploads.add(Away(home.target, home), torch.full((60, 50), number, dtype=dtype))
+        uploads.add(Away(elsewhere.target, elsewhere), torch.ones(60, 50))
+        uploads.finish()
+        assert all((home.numbers == number).all() for number, home in enumerate(homes))
+        assert not any(home.is_brought for home in homes)
+        assert mixed.is_brought
+        assert (mixed.target == 2 * 8).all()
+        assert (elsewhere.numbers == 0).all()
+        assert sum(counted) == 60 * 50 * (4 * 19 + sum(2 if number % 2 else 4 for number in range(9)))
+
     def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
         """A checkpoint may hold a router under two names."""
         target = torch.zeros(4000, 5000)
@@ -473,12 +512,31 @@ class TestThreads:
         assert most == 800
 
 
+class Home:
+    """The places of a weight on the device, and in host memory, which is its home."""
+
+    def __init__(self, rows: int = 60, columns: int = 50, is_elsewhere: bool = False, device: str = "cpu") -> None:
+        self.target = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+        self.numbers, self.is_elsewhere, self.is_brought = torch.zeros(rows, columns), is_elsewhere, False
+
+    def __call__(self, writes: bool) -> None:
+        self.is_brought = True
+
+    def at_home(self, own: Tensor) -> Tensor:
+        assert own is self.target
+        return self.numbers
+
+
 class Quantized:
     """A target that is no tensor."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
     def copy_(self, values: Tensor) -> None:
-        assert values.is_cuda
+        assert values.device == self.numbers.device
         self.numbers.copy_(2 * values.float())

@@ -34,6 +34,7 @@ from nanoinfer.runner.streaming.plan import (
     spread,
 )
 from nanoinfer.runner.streaming.stream import LayerStream
+from nanoinfer.weights.sources import FileSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,6 +209,55 @@ class TestOnTheCPU:
         llm.update_weights(dict(tensors[:half]), partial=True)
         llm.update_weights(dict(tensors[half:]), partial=True)
         assert results(llm) == second
+
+    def test_files_are_read_straight_into_host_memory(
+        self, family: Callable, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Plain weights do not come to the device for that, neither at the start nor later."""
+        old, new = family("qwen3")
+        brought, copied, bring, copy = [], [], LayerStream.bring, FileSource.copy
+
+        def copying(source: FileSource, *args: Any) -> list[str]:
+            before = len(brought)
+            names = copy(source, *args)
+            copied.append(len(brought) - before)
+            return names
+
+        monkeypatch.setattr(LayerStream, "bring", lambda *args: (brought.append(args), bring(*args)))
+        monkeypatch.setattr(FileSource, "copy", copying)
+        llm = make_llm(old, **OPTIONS, weight_offload_gib=ALL)
+        results(llm)
+        llm.load_weights(new)
+        assert copied == [0, 0]
+        assert brought
+        assert results(llm) == results(make_llm(new, **OPTIONS))
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_places_in_host_memory_are_those_of_the_layer(
+        self, seed: int, family: Callable, make_llm: Callable[..., LLM]
+    ) -> None:
+        """Whatever comes in between, what is written at home is what is brought."""
+        stream = stream_of(make_llm(family("qwen3")[0], **OPTIONS, weight_offload_gib=ALL))
+        draw = random.Random(seed)
+        layers = {module: bring for module, bring in stream.away.items() if module in set(stream._of_module)}
+        wanted = {}
+        for number in range(60):
+            module, bring = draw.choice(list(layers.items()))
+            own = draw.choice([*module.parameters()])
+            part = own[: draw.randint(1, len(own))].t() if own.dim() == 2 and draw.random() < 0.5 else own
+            if draw.random() < 0.5:
+                bring(True)
+                own.fill_(number)
+            else:
+                bring.at_home(part).fill_(number)
+                bring(False)
+            wanted[own] = bring, own.clone()
+            if draw.random() < 0.3:
+                stream.rest()
+        for own, (bring, numbers) in wanted.items():
+            bring(False)
+            assert torch.equal(own, numbers)
+            assert torch.equal(bring.at_home(own), numbers)
 
     def test_numbers_that_are_not_finite_are_found(self, family: Callable, make_llm: Callable[..., LLM]) -> None:
         old, _ = family("qwen3")

@@ -31,6 +31,7 @@ POLL_SECONDS = 0.05  # until an interrupt is seen
 
 Part = TypeVar("Part")
 Copy = tuple[Tensor, Tensor]  # of what is copied: where to, and from where
+Job = tuple[Callable[[list[Copy], Tensor], None], list[Copy]]  # what copies, with a buffer, and what
 
 
 def copy_parts(
@@ -141,16 +142,16 @@ class Uploads:
 
     def _copy(self) -> None:
         """Copy what waits, and meanwhile write what was copied before."""
+        jobs: list[Job] = [(self._upload, bundle) for bundle in _bundled(self._parts)]
         if self._homes:
             self._write()  # it brings layers: not while the threads write at their homes
-            homes, self._homes = self._homes, []
-            for home, source in homes:
-                self._parts += _parts_of(home.at_home(), source)
-        bundles, num_bytes, self._parts = _bundled(self._parts), self._num_bytes, []
+            at_home = [part for home, source in self._homes for part in _parts_of(home.at_home(), source)]
+            jobs += [(self._write_home, bundle) for bundle in _bundled(at_home)]
+        num_bytes, self._parts, self._homes = self._num_bytes, [], []
         self._num_bytes = self._num_staged = 0
         self._filled.clear()
-        if bundles:
-            copy_parts(bundles, self._upload, num_bytes, self._device, self._write, self._pool)
+        if jobs:
+            copy_parts(jobs, _do, num_bytes, self._device, self._write, self._pool)
         self._come += self._staged
         self._staged = []
 
@@ -161,23 +162,25 @@ class Uploads:
     def _upload(self, bundle: list[Copy], buffer: Tensor) -> None:
         start = 0
         for target, source in bundle:
-            if target.device.type == "cpu":
-                _write_home(target, source)
-                self._advance(source.nbytes)
-                continue
             staged = buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
             np.copyto(_as_array(staged), _as_array(source))
             target.copy_(staged, non_blocking=True)
             self._advance(source.nbytes)
             start += _room(source)
 
+    def _write_home(self, bundle: list[Copy], _: Tensor) -> None:
+        """Copy from the host to the host, by this thread alone unless numbers are converted."""
+        for home, source in bundle:
+            if home.dtype == source.dtype:
+                np.copyto(_as_array(home), _as_array(source))
+            else:
+                home.copy_(source)
+            self._advance(source.nbytes)
 
-def _write_home(home: Tensor, source: Tensor) -> None:
-    """Copy from the host to the host, by this thread alone unless numbers are converted."""
-    if home.dtype == source.dtype:
-        np.copyto(_as_array(home), _as_array(source))
-    else:
-        home.copy_(source)
+
+def _do(job: Job, buffer: Tensor) -> None:
+    copy, bundle = job
+    copy(bundle, buffer)
 
 
 def _parts_of(target: Tensor, source: Tensor) -> Iterator[Copy]:
