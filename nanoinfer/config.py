@@ -83,8 +83,9 @@ class Config:
         back when it is needed. 0: none. None: a quarter of what is free, at most 32 GiB, if computing again takes three
         times as long as copying; none on a CPU
     weight_offload_gib: so many GiB of layers, over all ranks, lie in pinned host memory. Each step copies them to the
-        GPUs while other layers compute. Each replica keeps as many. "auto": as many as give decode steps the most
-        tokens a second beside the KV cache, none if all fit. 0: none; a CPU has no other value
+        GPUs while other layers compute. Replicas on one machine share them, those on Ray keep as many each. "auto": as
+        many as give decode steps the most tokens a second beside the KV cache, none if all fit. 0: none; a CPU has no
+        other value
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half"), "bfloat16", or a torch.dtype; "auto": the checkpoint's on CUDA, else float32
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An

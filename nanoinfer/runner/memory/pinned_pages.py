@@ -18,6 +18,7 @@ class PinnedPages:
         """Raises MemoryError or RuntimeError if the host has no room, or pins no more."""
         self._device = device
         self.tensors: list[Tensor] = []
+        check_room(sum(sizes))
         try:
             for size in sizes:
                 self.tensors.append(pinned(size, device))
