@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,10 @@ from test_weights import changed, weights_of
 
 from nanoinfer import LLM
 from nanoinfer.config import Config
+from nanoinfer.process import host_memory
 from nanoinfer.runner.memory import pinned_pages
+from nanoinfer.runner.streaming.choice import choose_layers
+from nanoinfer.runner.streaming.plan import LayerSizes
 from nanoinfer.runner.streaming.shared_pages import GONE, READS, SharedPages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -373,6 +378,62 @@ if __name__ == "__main__":
             assert len(set.union(*map(mapped, pids))) == 1
             process.kill()
         wait_until(lambda: not any(map(alive, pids)))
+
+
+@pytest.fixture
+def beside(file: str, monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
+    """Let the LLMs of this process share their layers, as if each were a replica in a process of its own."""
+    monkeypatch.setattr(Config, "layer_files", (file,))
+    monkeypatch.setattr("nanoinfer.weights.formats.plain.matrix.can_pack", lambda weight: False)
+    monkeypatch.setattr("nanoinfer.weights.formats.groups.store.may_keep", lambda shape, dtype: False)
+
+
+ON_GPU = {"max_model_len": 160, "weight_offload_gib": 1.0, "gpu_memory_utilization": 0.2}
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_GPU, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("qwen3", None), ("qwen3", "fp8"), ("qwen3moe", "int4"), ("gptoss", None), ("deepseek-v3", None)],
+)
+def test_families_beside_each_other(
+    name: str,
+    quantization: str | None,
+    options: dict[str, Any],
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save(changed(build(CASES[name], old)), new)
+    own = {"kvcache_block_size": CASES[name].small["kvcache_block_size"]} if options is OPTIONS else {}
+    options = {**options, **own, "quantization": quantization}
+    llms = [make_llm(str(old), **options) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "layer_files", ())
+        alone = make_llm(str(old), **options)
+    first = tokens(alone)
+    assert [tokens(llm) for llm in llms] == [first] * 2
+    alone.load_weights(str(new))
+    second = tokens(alone)
+    for folder, wanted in ((new, second), (old, first)):
+        with ThreadPoolExecutor() as threads:
+            assert len([*threads.map(lambda llm, folder=folder: llm.load_weights(str(folder)), llms)]) == 2
+        assert [tokens(llm) for llm in llms] == [wanted] * 2
+    assert first != second
+
+
+def test_the_host_needs_memory_for_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, asked = LayerSizes((1 << 30,) * 8, 0), {"weight_offload_gib": 8.0, "gpu_memory_utilization": 0.9}
+    config = SimpleNamespace(**asked, tensor_parallel_size=1, data_parallel_size=4, is_on_ray=False)
+    config.description = SimpleNamespace(formats=SimpleNamespace(quantized=True))
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 9 << 30)
+    config.layer_files = ("a",)
+    assert len(choose_layers(config, sizes, (None, None), DEVICE).layers) == 8
+    config.layer_files = ()
+    with pytest.raises(ValueError, match="32 GiB of layers would lie in host memory, which has 9"):
+        choose_layers(config, sizes, (None, None), DEVICE)
 
 
 @pytest.mark.multi_gpu

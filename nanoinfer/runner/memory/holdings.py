@@ -127,6 +127,8 @@ class Holdings:
             except (MemoryError, RuntimeError) as error:
                 raise host_lacks(self._config, plan, sizes, error) from error
             self.model_bytes -= self.stream.saved_bytes
+        elif shared is not None:
+            shared.close()
 
     def _open_shared(self) -> SharedPages | None:
         """Return this rank's host memory that all replicas have; None: they do not share any."""
