@@ -43,10 +43,26 @@ class Made:
 
 def may_keep(shape: torch.Size | tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether the host has room for a matrix in another dtype, which stays beside the stored one."""
-    needed = shape[0] * shape[1] * dtype.itemsize
-    keeps = free_bytes() - needed > LEAST_FREE * total_bytes()
+    keeps = _has_room(shape[0] * shape[1] * dtype.itemsize)
     _tell(dtype, keeps)
     return keeps
+
+
+def may_keep_bits(shape: torch.Size | tuple[int, int], size: float) -> bool:
+    """Whether the host has room for a matrix in another order of its bits, too. size: a number's bytes"""
+    keeps = _has_room(shape[0] * shape[1] * size)
+    if keeps:
+        _tell_of_bits(size)
+    return keeps
+
+
+def _has_room(needed: float) -> bool:
+    return free_bytes() - needed > LEAST_FREE * total_bytes()
+
+
+@functools.cache
+def _tell_of_bits(size: float) -> None:
+    log.info("the CPU keeps weights of few bits in the order of its product of few rows, too: %.2f bytes more", size)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
+from nanoinfer.kernels.linear.cpu import few_bits
 from nanoinfer.kernels.linear.cpu.in_parts import WeightInParts
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight, packed_copy
 from nanoinfer.kernels.linear.groups.dense import dequantize
@@ -20,6 +21,7 @@ from nanoinfer.kernels.linear.operands.weight import Weight
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
+from nanoinfer.weights.formats.made import may_keep_bits
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
@@ -56,8 +58,14 @@ class GroupMatrix(Matrix):
         assert self.store.weight is not None
         return dequantize(self.store.weight, self._dtype, rows)
 
-    def _for_cpu(self) -> Tensor | PackedWeight:
-        return packed_copy(self.store.dense(self._dtype))
+    def _for_cpu(self) -> Tensor | PackedWeight | few_bits.FewBitsWeight:
+        numbers, weight = packed_copy(self.store.dense(self._dtype)), self.store.weight
+        if self._dtype != torch.bfloat16 or not isinstance(numbers, PackedWeight):
+            return numbers
+        if weight is None or self.store.order is not None or not few_bits.fits(weight):
+            return numbers
+        keeps = may_keep_bits(numbers.shape, few_bits.bytes_of(weight))
+        return few_bits.FewBitsWeight(weight, numbers) if keeps else numbers
 
     def _dense(self) -> Tensor:
         dense = self.store.dense(self._dtype)
