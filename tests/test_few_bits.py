@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import greedy
+from safetensors.torch import load_file
 
+from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, dequantize_reference, pack
 from nanoinfer.kernels.linear.cpu import few_bits
 from nanoinfer.kernels.linear.cpu.packed import PackedWeight
 from nanoinfer.kernels.linear.dispatch import linear
+from nanoinfer.weights.formats import made
 
 COUNTS = {"int4": 16, "int6": 64, "int8": 256}
 needs_product = pytest.mark.skipif(
@@ -89,3 +96,25 @@ class TestProducts:
 )
 def test_others_do_not_fit(weight: GroupWeight) -> None:
     assert not few_bits.fits(weight)
+
+
+@needs_product
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_changed_weights_count(
+    quantization: str, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oracle multiplies one row by numbers of bfloat16, too."""
+
+    def logprobs() -> list[float]:
+        made._tell_of_bits.cache_clear()
+        llm = make_llm(BUNDLED_MODEL, device="cpu", max_model_len=32, dtype="bfloat16", quantization=quantization)
+        weights, name = load_file(Path(BUNDLED_MODEL) / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+        llm.update_weights({**weights, name: weights[name].flip(0)}.items())
+        outputs = llm.generate([[5, 6, 7]], greedy(2, logprobs=0, ignore_eos=True), use_tqdm=False)
+        return [next(iter(entry.values())) for output in outputs for entry in output.logprobs]
+
+    with caplog.at_level("INFO", "nanoinfer"):
+        own = logprobs()
+    assert "in the order of its product of few rows" in caplog.text
+    monkeypatch.setattr(few_bits, "fits", lambda weight: False)
+    assert own == pytest.approx(logprobs(), abs=0.05)

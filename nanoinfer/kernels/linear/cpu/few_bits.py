@@ -16,7 +16,7 @@ from nanoinfer.kernels.linear.operands.weight import Weight
 
 GROUPS = 256, 128, 64, 32  # inputs that share a scale, as torch's product takes them
 OUTPUTS, BLOCK = 16, 64  # which it needs a multiple of, and which it packs together
-NUMBERS_AT_ONCE = 1 << 22  # that are packed
+NUMBERS_AT_ONCE = 1 << 19  # that are packed; more fit no cache
 HIGH = 16  # how much more a high half counts than a low one
 # What is taken off integers: torch's product takes off 8, and with it each half is from -8 to 7.
 CENTRES: dict[Numbers, int] = {"int4": 8, "int6": 32, "int8": 136}
@@ -51,13 +51,12 @@ class FewBitsWeight(Weight):
         return gate_mul(out, activation) if activation else out
 
     def _pack(self, weight: GroupWeight) -> Tensor:
-        numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features).int()
+        numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features)
         if self._halves == 2:
-            raised = numbers - CENTRES[weight.numbers] + CENTRES["int4"]
-            high = raised >> 4
-            both = torch.stack([high + CENTRES["int4"], raised - HIGH * high])
+            raised = (numbers + (CENTRES["int4"] - CENTRES[weight.numbers])).view(torch.int8)  # which may wrap around
+            both = torch.stack([(raised >> 4) + CENTRES["int4"], raised & HIGH - 1])
             numbers = both.unflatten(-1, (-1, self._own_group)).permute(1, 2, 0, 3).flatten(1)
-        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.contiguous(), 2)
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int().contiguous(), 2)
         return packed
 
     def _scales_and_added(self, weight: GroupWeight) -> Tensor:
