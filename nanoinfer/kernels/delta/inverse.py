@@ -43,11 +43,11 @@ def invert(below, SIZE: tl.constexpr, FACTORS: tl.constexpr):
     small = tl.sum(tl.where(is_diagonal, tl.reshape(below, [4, 16, 4, 16]), 0.0), axis=2)
     inverse = tl.where(row == column, 1.0, 0.0) - _between(small, row, column, 1)
     for level in tl.static_range(1, 4):
-        inverse = _join(inverse, small, row, column, 1 << level, FACTORS)
+        inverse = _join(inverse, small, row, column, 1 << level, FACTORS, "ieee")
     inverse = tl.reshape(tl.where(is_diagonal, inverse[:, :, None, :], 0.0), [64, 64])
     r = tl.arange(0, 64)
     for level in tl.static_range(4, 6):
-        inverse = _join(inverse, below, r[:, None], r[None, :], 1 << level, FACTORS)
+        inverse = _join(inverse, below, r[:, None], r[None, :], 1 << level, FACTORS, "ieee")
     return inverse
 
 
@@ -63,7 +63,7 @@ def invert_few(below):
 
 
 @triton.jit
-def _join(inverse, below, row, column, HALF: tl.constexpr, FACTORS: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
+def _join(inverse, below, row, column, HALF: tl.constexpr, FACTORS: tl.constexpr, PRECISION: tl.constexpr):
     """Make inverses of blocks of 2 * HALF rows of those of HALF rows."""
     between = _between(below, row, column, HALF).to(FACTORS)
     product = tl.dot(inverse.to(FACTORS), between, input_precision=PRECISION)
