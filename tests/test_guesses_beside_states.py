@@ -119,7 +119,7 @@ def test_results_are_those_without(
 def test_all_that_guesses(
     speculation: str, made: Callable[[str], tuple[str, list[RequestOutput]]], tmp_path: Path
 ) -> None:
-    """A draft model has no states."""
+    """A draft model has no states. "auto" guesses only while it finds that guesses pay: a busy machine changes that."""
     folder, expected = made("qwen3.5")
     options: dict[str, Any] = {"speculation": Babbler(VOCAB) if speculation == "random" else speculation}
     if speculation == "draft":
@@ -130,7 +130,7 @@ def test_all_that_guesses(
     with open_llm(folder, **options, max_guesses=3) as llm:
         for _ in range(2):
             assert_equal(run(llm, PROMPTS[::2], PARAMS[::2]), expected[::2])
-        assert llm.stats().num_proposed_tokens > 0
+        assert llm.stats().num_proposed_tokens > 0 or speculation == "auto"
 
 
 @pytest.mark.parametrize("name", of_each_kind(KINDS[:3], 0))
