@@ -254,6 +254,7 @@ class TestReplicas:
         llm.close()
         assert shared_files() == []
 
+    @pytest.mark.whole  # five processes
     def test_ranks_have_shares_of_their_own(self, folders: tuple[str, str], make_llm: Callable[..., LLM]) -> None:
         old, new = folders
         options = {**OPTIONS, "quantization": "int4", "tensor_parallel_size": 2}
