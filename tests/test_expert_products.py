@@ -63,6 +63,7 @@ IN_FP8: list[Sizes] = [
 GPT_OSS: list[Sizes] = [(tokens, 32, 4, 2880, 2880) for tokens in (1, 8, 64, 256, 2048)]
 QWEN3: list[Sizes] = [(tokens, 128, 8, 2048, 768) for tokens in (1, 8, 512, 128, 3000)]  # Qwen3-30B-A3B
 NEMOTRON_3: list[Sizes] = [(tokens, 128, 6, 2688, 1856) for tokens in (1, 8, 128, 3000)]  # its Nano
+ONE_GROUP_A_ROW = INT4._replace(size=0, scales=torch.float32, has_zeros=True)
 QWEN3_GROUPS = [INT4._replace(size=128), NVFP4]
 
 
@@ -159,6 +160,7 @@ def compare(
         *whole_only(product(BLOCKS[:1], IN_FP8[2:], DTYPES[-1:])),
         *whole_only(product(BLOCKS[1:], IN_FP8, DTYPES[-1:])),
         *((form, sizes, dtype) for (form, dtype), sizes in product(OFTEN, of_tokens(1, 5))),
+        *product([ONE_GROUP_A_ROW], [(20, 6, 3, 48, 32)], DTYPES),
         *whole_only((form, sizes, dtype) for (form, dtype), sizes in product(OFTEN, of_tokens(40, 100, 160))),
         *whole_only((form, sizes, dtype) for form, dtype in SELDOM for sizes in of_tokens(1, 5, 100, size=form.size)),
         *on_a_gpu(product(QWEN3_GROUPS, QWEN3[:3], [torch.bfloat16])),

@@ -276,7 +276,7 @@ class TestEveryWay:
         ("form", "inputs"),
         [
             *((form, 384) for form in SMALL_GROUPS),  # which have a dense copy
-            (INT4._replace(size=0, scales=torch.float16), 71),
+            *((INT4._replace(size=0, scales=torch.float16), inputs) for inputs in (32, 71)),
             *of_each_kind(product(GROUPINGS, [384]), 0, 1, 2, 3, 4, 10, 11, 12, 14, 16),
         ],
         ids=str,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import GroupWeight, Numbers, scales_are_exact
-from nanoinfer.kernels.launch import fetch, wait_for_predecessor
+from nanoinfer.kernels.launch import fetch, next_power_of_2, wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import (
     LOWERED,
     factors_of,
@@ -54,7 +54,7 @@ def step_of(weight: GroupWeight, dtype: torch.dtype, most: int = 128) -> int | N
             and (group % step == 0 or (step % group == 0 and (is_first or has_pairs)))
         ):
             return step
-    return most if is_row else None
+    return min(most, next_power_of_2(group)) if is_row else None  # a step of two groups would want two scales
 
 
 def scales_come_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
