@@ -15,8 +15,8 @@ from nanoinfer.kernels.states.fold import fold_parts
 from nanoinfer.kernels.states.memory import Recurrence, StateRows
 
 NUMBERS = 4096  # of a matrix, in a part
-EACH = 8  # parts of a program, if that leaves enough programs
-LEAST_PROGRAMS = 2  # of a multiprocessor, for that
+EACH = 8  # parts of a program, at most
+AT_ONCE = 2  # programs of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,19 @@ class Walk:
     @classmethod
     def of(cls, recurrence: Recurrence, rows: StateRows) -> Walk:
         """Return the walk of a step's rows."""
-        count = len(rows.slots)
-        heads, key_dim, value_dim = recurrence.matrices.shape[1:]
+        count, heads = len(rows.slots), recurrence.key_heads
+        of_key_head, key_dim, value_dim = recurrence.matrices.shape[1] // heads, *recurrence.matrices.shape[2:]
         keys = max(16, next_power_of_2(key_dim))
         values = max(16, min(NUMBERS // keys, next_power_of_2(value_dim)))
-        parts = heads // recurrence.key_heads * cdiv(value_dim, values)
-        programs = count * recurrence.key_heads * cdiv(parts, EACH)
-        has_many = programs >= LEAST_PROGRAMS * num_multiprocessors(recurrence.matrices.device)
-        each, stages = (EACH, 3) if has_many else (1, 1)
-        return cls(
-            (cdiv(parts, each), recurrence.key_heads, count), keys, values, each, stages, 2 if rows.first is None else 4
-        )
+        parts = of_key_head * cdiv(value_dim, values)
+        most = AT_ONCE * num_multiprocessors(recurrence.matrices.device)  # of programs that run at once
+        if rows.first is None:
+            each, stages, warps = (EACH, 3, 2) if count * heads * cdiv(parts, EACH) >= most else (1, 1, 2)
+        else:  # each program computes anew what its tokens and the keys have in common
+            fitting = (each for each in (1, 2, 4) if count * heads * cdiv(parts, each) <= most)
+            each = next(fitting, EACH)
+            stages, warps = min(each, 2), 4
+        return cls((cdiv(parts, each), heads, count), keys, values, each, stages, warps)
 
 
 @triton.jit
