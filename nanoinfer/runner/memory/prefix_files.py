@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -84,8 +84,9 @@ class PrefixFiles:
             uploads, memory = Uploads(self._device), self._holdings.kv_cache.memory.view(torch.uint8)
             with safe_open(self._file(Path(folder)), framework="pt") as opened:
                 held = opened.get_tensor("blocks")
-                for place, block in pairs:
-                    for target, source in zip(memory[:, block], held[place], strict=True):
+                for place, block, count in _runs_of(pairs):
+                    sources = held[place : place + count].transpose(0, 1)
+                    for target, source in zip(memory[:, block : block + count], sources, strict=True):
                         uploads.add(target, source)
                 uploads.finish()
                 if slot != NO_SLOT:
@@ -118,6 +119,16 @@ class PrefixFiles:
         except (OSError, ValueError, SafetensorError, MemoryError) as error:
             fault = str(error)
         return None if self._tp.min(fault is None, self._device) else fault or "another rank could not do it"
+
+
+def _runs_of(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield pairs whose neighbours are their followers as one: the first pair, and how many they are."""
+    first = 0
+    for end in range(1, len(pairs) + 1):
+        place, block = pairs[first]
+        if end == len(pairs) or pairs[end] != (place + end - first, block + end - first):
+            yield place, block, end - first
+            first = end
 
 
 def _write(file: Path, text: str) -> None:
