@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES, build
+from cases.heads import HEADS, build_with_head
 from conftest import greedy, of_each_kind, whole_only
 from transformers import PreTrainedModel
 
@@ -159,6 +160,18 @@ def test_beside_what_a_request_may_want(make_llm: Callable[..., LLM], qwen: tupl
     torch.testing.assert_close(output.hidden_states[0][:20], own)
     assert [entry is not None for entry in output.prompt_logprobs] == [False] * 20 + [True] * 2
     assert output.prompt_token_ids == [0] * 20 + BEHIND
+
+
+@pytest.mark.parametrize("name", of_each_kind(HEADS, 0))
+def test_beside_a_prediction_head(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """It knows nothing of what stands for tokens, and changes none."""
+    model, _ = build_with_head(HEADS[name], tmp_path, agrees=True)
+    llm = make_llm(str(tmp_path), **SMALL, speculation="mtp", max_num_batched_tokens=64)
+    own = embeddings(model, 100)
+    for parts in ([own], [BEFORE, own[:20], BEHIND]):
+        (output,) = llm.generate([{"prompt_embeds": parts}], asking(), use_tqdm=False)
+        assert_equal_to_transformers(model, parts, output)
+        assert output.num_proposed_tokens > 0
 
 
 class TestBadInput:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HAS_CUDA, greedy, whole_only
+from conftest import HAS_CUDA, greedy, of_each_kind, whole_only
 
 pytest.importorskip("PIL")
 
@@ -421,3 +421,20 @@ def test_sections_that_no_rope_has(name: str, sections: list[int], wanted: str) 
     )
     with pytest.raises(ValueError, match=re.escape(f"mrope_section={sections} in its config: must be {wanted}")):
         describe(config)
+
+
+@pytest.mark.parametrize("name", of_each_kind(["gemma3", "qwen3-vl", "gemma4", "qwen2.5-vl", "qwen3.5"], 0, 1))
+def test_beside_prompts_of_embeddings(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Tokens of an image may see each other, and features go to inner layers; those of embeddings do neither."""
+    SEEING[name].build(tmp_path)
+    llm = make_llm(str(tmp_path), **MULTIMODAL[SEEING[name].case].small, device="cpu", num_kvcache_blocks=100)
+    own = torch.randn(100, llm.config.description.hidden_size, generator=torch.Generator().manual_seed(0)) * 0.05
+    seen = {"prompt": f"Is {SEEING[name].prompt}?", "multi_modal_data": {"image": picture(61, 97)}}
+    prompts = [seen, {"prompt_embeds": own[:70]}, {"prompt_embeds": [[5, 6], own[:70], own]}, [5, 6, 7], seen]
+    how = greedy(MAX_TOKENS, logprobs=0, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, how, use_tqdm=False), strict=True):
+        llm.reset_prefix_cache()
+        (alone,) = llm.generate([prompt], how, use_tqdm=False)
+        assert alone.token_ids == output.token_ids
+        ours, theirs = ([next(iter(entry.values())) for entry in one.logprobs] for one in (output, alone))
+        assert ours == pytest.approx(theirs, abs=ERROR)
