@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 from nanoinfer.checks import as_int, as_list, short
@@ -14,7 +15,7 @@ from nanoinfer.grammar.grammar import Grammar
 from nanoinfer.media.messages import NO_MEDIA, Media
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.pooling.read import PackedTexts
-from nanoinfer.requests.chat.beside import MESSAGES
+from nanoinfer.requests.chat.beside import MESSAGES, SALT
 from nanoinfer.requests.embeds import EMBEDS
 from nanoinfer.requests.settings import Settings
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
@@ -214,3 +215,11 @@ def cancelled_by_errors(coming: list[ComingRequest]) -> Iterator[None]:
         for begun in coming:
             begun.cancel()
         raise
+
+
+def salted(params: SamplingParams, salt: str | None) -> SamplingParams:
+    """Return a request's settings with its prompt's cache_salt."""
+    if salt is not None:
+        params = copy(params)  # which other prompts have, too
+        vars(params)[SALT] = salt
+    return params

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import overload
 
 from nanoinfer.hints import hints_for
+from nanoinfer.requests.continuations import Continuations
 from nanoinfer.requests.door import Door
 from nanoinfer.requests.inputs import Inputs, ManyPrompts, Prompt, SomePrompts
 from nanoinfer.requests.outputs import RequestOutput, Score, score_of
@@ -74,6 +75,6 @@ class ScoresTexts(Door, ABC):
         """
         with self._door("ready"):
             use_tqdm = check_use_tqdm(use_tqdm)
-            prepared, counts = self._inputs.check_continuations(prompt, continuations, adapter, hidden_states)
+            prepared, counts = Continuations(self._inputs).check(prompt, continuations, adapter, hidden_states)
         scores = map(score_of, self._generate(prepared, use_tqdm if counts is not None else False))
         return [*scores] if counts is None else [[*islice(scores, count)] for count in counts]
