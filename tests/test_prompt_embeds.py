@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CASES, build
+from cases import CASES, VOCAB, build
 from cases.heads import HEADS, build_with_head
 from conftest import greedy, of_each_kind, whole_only
 from transformers import PreTrainedModel
@@ -96,6 +96,31 @@ def test_in_chunks_preempted_and_on_two_ranks(
             assert_equal_to_transformers(model, parts, output)
     if "num_kvcache_blocks" in options:
         assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("deterministic", [True, *whole_only([False])])
+@pytest.mark.parametrize("head", [False, *whole_only([True])])
+def test_drafts_do_not_see_them(
+    head: bool,
+    deterministic: bool,
+    make_llm: Callable[..., LLM],
+    make_qwen3: Callable[..., str],
+    qwen: tuple[str, PreTrainedModel],
+    tmp_path: Path,
+) -> None:
+    """A draft of another hidden size, and a prediction head, guess as if the tokens of number 0 stood there."""
+    folder, model = qwen
+    if head:
+        folder, model = str(tmp_path), build_with_head(next(iter(HEADS.values())), tmp_path)[0]
+        options = {"speculation": "mtp", "max_guesses": 2}
+    else:
+        options = {"speculation": "draft", "draft_model": make_qwen3(vocab_size=VOCAB, num_hidden_layers=1)}
+    llm = make_llm(folder, **{**SMALL, **options}, deterministic=deterministic)
+    own = embeddings(model, 70)
+    for parts in ([own], [BEFORE, own, BEHIND]):
+        (output,) = llm.generate([{"prompt_embeds": parts}], asking(), use_tqdm=False)
+        assert_equal_to_transformers(model, parts, output)
+    assert llm.stats().num_proposed_tokens > 0
 
 
 def test_they_are_cached_by_what_they_are(make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel]) -> None:

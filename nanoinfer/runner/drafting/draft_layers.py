@@ -32,7 +32,8 @@ class DraftLayers:
     def beside(self, context: Context) -> Context:
         """Return the context of a prefill step of the model's as these layers see it."""
         groups = [replace(context.groups[number], plan=None) for number in self._groups]  # the model's has its layers
-        return replace(context, layers=self._layers, groups=groups, steering=None)  # which is of the model
+        # Steering is of the model, and so are embeddings in place of tokens: a draft's have another size or space.
+        return replace(context, layers=self._layers, groups=groups, steering=None, media=None)
 
     def at(self, positions: Tensor, own: RowColumns) -> Context:
         """Return the context of a token each of rows, or of places. positions, own: as for InputBatch.context"""
