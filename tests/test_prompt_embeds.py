@@ -147,7 +147,10 @@ def test_tensors_and_arrays_of_any_type(make_llm: Callable[..., LLM], qwen: tupl
     folder, model = qwen
     llm = make_llm(folder, **SMALL)
     own = embeddings(model).bfloat16().float()
-    for given in (own.bfloat16(), own.numpy(), own.double().numpy(), own.clone().requires_grad_(), own.T.clone().T):
+    swapped, fixed = own.numpy().astype(">f4"), own.numpy().copy()
+    fixed.flags.writeable = False  # as Ray's are
+    arrays = own.numpy(), own.double().numpy(), swapped, fixed
+    for given in (own.bfloat16(), *arrays, own.clone().requires_grad_(), own.T.clone().T):
         (output,) = llm.generate({"prompt_embeds": given}, asking(), use_tqdm=False)
         assert_equal_to_transformers(model, [own], output)
     given = own.clone()
@@ -207,6 +210,14 @@ class TestBadInput:
             ({"prompt_embeds": torch.zeros(0, 48)}, r"has the shape \(0, 48\): must be \[n, 48\]"),
             ({"prompt_embeds": torch.zeros(1, 3, 48)}, r"has the shape \(1, 3, 48\): must be \[n, 48\]"),
             ({"prompt_embeds": torch.zeros(3, 48).int()}, r"has dtype torch.int32: must be floating-point"),
+            (
+                {"prompt_embeds": np.zeros((3, 48), object)},
+                r"has dtype object: must be floating-point numbers, float16",
+            ),
+            ({"prompt_embeds": np.zeros((3, 48), np.longdouble)}, r"has dtype \w+: must be floating-point"),
+            ({"prompt_embeds": np.zeros((3, 48), int)}, r"has dtype int64: must be floating-point"),
+            ({"prompt_embeds": torch.zeros(3, 48).to_sparse()}, r"is tensor\(.*\n.*: must be a dense tensor"),
+            ({"prompt_embeds": torch.zeros(3, 48, device="meta")}, r"must be a dense tensor, with numbers in memory"),
             ({"prompt_embeds": [[3], torch.full((2, 48), torch.nan)]}, r"\[1\] has NaN or infinite numbers in float32"),
             ({"prompt_embeds": [[3]]}, r"is \[\[3\]\]: must have a tensor"),
             ({"prompt_embeds": []}, r"is \[\]: must have a tensor"),

@@ -21,6 +21,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 EMBEDS = "prompt_embeds"  # the key of a prompt that is a mapping, as vLLM names it
 PLACEHOLDER = 0  # the token id that stands where embeddings do
+FLOATS = ("float16", "float32", "float64")  # of arrays; tensors may have others
 
 
 def read_embeds(name: str, prompt: Mapping[str, Any], config: Config) -> MediaPrompt:
@@ -82,12 +83,21 @@ def _as_embeddings(name: str, part: Tensor | np.ndarray[Any, Any], config: Confi
     """Return a tensor of the model's dtype in host memory."""
     model = config.description
     width = model.embedding_size or model.hidden_size
+    if isinstance(part, Tensor) and (part.is_nested or part.is_meta or part.layout != torch.strided):
+        raise ValueError(f"{name} is {short(part, MOST_SHOWN)}: must be a dense tensor, with numbers in memory")
     if part.ndim != 2 or part.shape[1] != width or not len(part):
         raise ValueError(f"{name} has the shape {tuple(part.shape)}: must be [n, {width}], a row for each token")
-    given = part.detach() if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part))
+    given = part.detach() if isinstance(part, Tensor) else _tensor_of(name, part)
     if not given.is_floating_point():
         raise ValueError(f"{name} has dtype {given.dtype}: must be floating-point numbers")
     embeddings = given.to("cpu", config.torch_dtype).contiguous()
     if not embeddings.isfinite().all():
         raise ValueError(f"{name} has NaN or infinite numbers in {config.dtype}: must be finite")
     return embeddings
+
+
+def _tensor_of(name: str, part: np.ndarray[Any, Any]) -> Tensor:
+    own = part.dtype.newbyteorder("=")
+    if own not in FLOATS:
+        raise ValueError(f"{name} has dtype {part.dtype}: must be floating-point numbers, {', '.join(FLOATS)}")
+    return torch.from_numpy(part.astype(own, subok=False))  # a copy: torch takes none that is read-only without a word
