@@ -250,6 +250,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             llm.generate(prompt, greedy(4, **settings), use_tqdm=False)
 
+    def test_log_probabilities_of_nothing(
+        self, make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel]
+    ) -> None:
+        """Where no token is behind the embeddings, no start would help."""
+        llm = make_llm(qwen[0], **SMALL)
+        with pytest.raises(
+            ValueError, match=r"prompt_logprobs=0: must be left out for prompts\[0\]: embeddings are no"
+        ):
+            llm.generate({"prompt_embeds": embeddings(qwen[1])}, greedy(4, prompt_logprobs=0), use_tqdm=False)
+
     def test_a_prefix_on_disk(
         self, make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel], tmp_path: Path
     ) -> None:

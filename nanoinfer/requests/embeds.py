@@ -63,9 +63,10 @@ def check_settings(name: str, prompt: MediaPrompt, params: SamplingParams) -> No
             " embeddings are none; presence_penalty and frequency_penalty count generated ones alone"
         )
     if params.prompt_logprobs is not None and params.prompt_logprobs_start < end:
+        works = f", or prompt_logprobs_start be at least {end}" if end < len(prompt) else ""
         raise ValueError(
-            f"prompt_logprobs={params.prompt_logprobs}: must be left out for {name}, or prompt_logprobs_start be at"
-            f" least {end}: embeddings are no tokens, and have no probability"
+            f"prompt_logprobs={params.prompt_logprobs}: must be left out for {name}{works}: embeddings are no tokens,"
+            " and have no probability"
         )
 
 
