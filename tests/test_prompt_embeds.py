@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from conftest import greedy, of_each_kind, whole_only
 from transformers import PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer.media.given import PIECE
 
 KINDS = ["gpt2", "granite", "muse-glimmer", "bloom", "opt", "afmoe", "gemma2", "falconh1", "longcat", "qwen3.5"]
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 300}
@@ -160,6 +162,33 @@ def test_tensors_and_arrays_of_any_type(make_llm: Callable[..., LLM], qwen: tupl
     while llm.has_unfinished_requests():
         outputs += llm.step()
     assert_equal_to_transformers(model, [own, [3, 4]], outputs[0])
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "aborted"])
+def test_their_memory_ends_with_their_requests(
+    ends: bool, make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel]
+) -> None:
+    """Also of requests that an abort ends between two chunks; what towers have made of images is not pushed out."""
+    llm = make_llm(qwen[0], **SMALL, max_num_batched_tokens=40)
+
+    def num_pieces() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) and thing.shape == (PIECE, 48) for thing in gc.get_objects())
+
+    before = num_pieces()
+    for seed in range(5):
+        number = llm.add_request({"prompt_embeds": embeddings(qwen[1], 2 * PIECE, seed)}, asking())
+        llm.step()
+        assert num_pieces() > before
+        if not ends:
+            llm.abort(number)
+        while llm.has_unfinished_requests():
+            llm.step()
+    llm.generate([BEFORE], asking(), use_tqdm=False)  # rows have sequences that have ended until the next step
+    assert num_pieces() == before
+    media = llm.engine.ranks.runner.holdings.media
+    assert media is not None
+    assert media._kept.num_bytes == 0
 
 
 def test_salts_streams_beams_and_scores(make_llm: Callable[..., LLM], qwen: tuple[str, PreTrainedModel]) -> None:

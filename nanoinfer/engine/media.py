@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
 from nanoinfer.media.ahead import PixelsAhead
+from nanoinfer.media.pixels import GIVEN
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.runner.media_messages import ChunkMedia, MediaPart, NewMedia
 
@@ -122,7 +123,8 @@ class MediaFeed:
                 break
             start = seq.num_scheduled
             if seq.media is not None:
-                wanted |= seq.media.pixels(start, start + room)  # of a long video, not all
+                ahead = seq.media.pixels(start, start + room).items()  # of a long video, not all
+                wanted |= {key: pixels for key, pixels in ahead if GIVEN not in pixels}  # embeddings are made already
             room -= len(seq) - start
         self._encoded &= wanted.keys()
         self._ahead.look({key: pixels for key, pixels in self._not_kept(wanted).items() if key not in self._encoded})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.attention.context import MediaContext
 from nanoinfer.media.kept import Kept
-from nanoinfer.media.pixels import Pixels, count_embeddings
+from nanoinfer.media.pixels import GIVEN, Pixels, count_embeddings
 from nanoinfer.media.spans import Encoded, Tower
 from nanoinfer.parallel.shares import deal
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -47,7 +47,10 @@ class MediaEmbeddings:
         return key in self._kept
 
     def encode(self, new: NewMedia) -> dict[bytes, Encoded]:
-        """Encode images, keep their embeddings, and return them on the tower's device. All ranks call this together."""
+        """Encode images, keep their embeddings, and return them on the tower's device. All ranks call this together.
+
+        What a caller gave as embeddings is not kept: its prompt holds it, and it would push out what towers have made.
+        """
         pixels = list(new.values())
         made = self._tower.encode(pixels) if self._tp.size == 1 or not new else self._encode_share(pixels)
         encoded = dict(zip(new, made, strict=True))
@@ -55,7 +58,8 @@ class MediaEmbeddings:
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             for key, own in encoded.items():
-                self._kept.keep(key, own.moved(self._to_host))
+                if GIVEN not in new[key]:
+                    self._kept.keep(key, own.moved(self._to_host))
         return encoded
 
     def _encode_share(self, pixels: list[Pixels]) -> list[Encoded]:
