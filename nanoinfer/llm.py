@@ -23,7 +23,7 @@ from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prompt
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
-from nanoinfer.requests.prompts import CallPrompts, Prepared
+from nanoinfer.requests.prompts.stages import CallPrompts, Prepared
 from nanoinfer.requests.queueing import QueuesRequests
 from nanoinfer.requests.reading.methods import ReadsTexts
 from nanoinfer.requests.scoring import ScoresTexts

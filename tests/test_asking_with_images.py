@@ -29,8 +29,8 @@ from PIL.Image import Image
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
 from nanoinfer.media.spans import MediaPrompt
-from nanoinfer.requests.media import WithMedia
-from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.prompts.media import WithMedia
+from nanoinfer.requests.prompts.stages import Asked, CallPrompts, ComingRequest, Prepared
 from nanoinfer.requests.settings import Settings
 
 MAX_TOKENS = 5

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoinfer.requests.token_ids import pack_ids, pack_lists
+from nanoinfer.requests.prompts.token_ids import pack_ids, pack_lists
 
 VOCAB_SIZE = 2**16
 

@@ -17,7 +17,7 @@ from nanoinfer.batch.report.report import RunReport
 from nanoinfer.batch.rows import RowWriter
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts.stages import ComingRequest
 
 AHEAD = 2  # times max_num_seqs of all replicas: so many requests the LLM has, that no step waits for the next line
 HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlier line, before no more lines are read

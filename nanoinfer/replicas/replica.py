@@ -30,7 +30,7 @@ from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures
 from nanoinfer.replicas.weight_transfer import Shape, TensorChunk, read_chunks, unpacked
-from nanoinfer.requests.media import MediaInputs
+from nanoinfer.requests.prompts.media import MediaInputs
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.requests.tasks.tasks import Tasks

@@ -14,7 +14,7 @@ from nanoinfer.logprob import CandidatesLog
 from nanoinfer.replicas.messages import Report
 from nanoinfer.replicas.replicas import Change, Replicas
 from nanoinfer.replicas.sharing import Sharing, Unit
-from nanoinfer.requests.prompts import beginning_of
+from nanoinfer.requests.prompts.stages import beginning_of
 from nanoinfer.requests.tasks.messages import Task, TaskProgress
 from nanoinfer.requests.tasks.results import SampleResult
 

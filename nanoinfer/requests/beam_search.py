@@ -28,7 +28,7 @@ from nanoinfer.requests.admin.adapters import GivenLora, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.text.spelling import TokenDecoder, whole_decoder
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams

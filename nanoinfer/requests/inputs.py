@@ -16,10 +16,10 @@ from nanoinfer.hidden_layers import check_layers
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.requests.chat.beside import TEMPLATE, as_template
 from nanoinfer.requests.chat.renderer import ChatRenderer
-from nanoinfer.requests.embeds import check_settings
-from nanoinfer.requests.media import MediaInputs, WithMedia
-from nanoinfer.requests.prompt_reader import PromptReader
-from nanoinfer.requests.prompts import (
+from nanoinfer.requests.prompts.embeds import check_settings
+from nanoinfer.requests.prompts.media import MediaInputs, WithMedia
+from nanoinfer.requests.prompts.reader import PromptReader
+from nanoinfer.requests.prompts.stages import (
     Asked,
     CallPrompts,
     ComingRequest,
@@ -35,6 +35,7 @@ from nanoinfer.requests.prompts import (
     prompts_of,
     salted,
 )
+from nanoinfer.requests.prompts.token_ids import MOST_SHOWN, pack_ids, pack_lists, token_ids_of
 from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.reasoning.thoughts import with_prompt
 from nanoinfer.requests.settings import (
@@ -47,7 +48,6 @@ from nanoinfer.requests.settings import (
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import TextTokenizer, check_characters
-from nanoinfer.requests.token_ids import MOST_SHOWN, pack_ids, pack_lists, token_ids_of
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 

@@ -13,7 +13,7 @@ from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.process.bar import Bar
 from nanoinfer.requests.outputs import Output, StreamOutput
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.requests import Requests
 

@@ -9,7 +9,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.requests.admin.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.progress import is_news
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts.stages import ComingRequest
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ import time
 
 from nanoinfer.logprob import Decode
 from nanoinfer.requests.outputs import RequestOutput
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.tasks.messages import Task
 from nanoinfer.requests.tasks.results import SampleResult, request_output

@@ -11,7 +11,7 @@ from nanoinfer.engine.new_sequences import seed_of
 from nanoinfer.engine.results.stats import Counters
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.tasks.messages import TaskProgress, TaskRunner

@@ -9,12 +9,12 @@ from itertools import islice
 from typing import overload
 
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.continuations import Continuations
 from nanoinfer.requests.door import Door
 from nanoinfer.requests.inputs import Inputs, ManyPrompts, Prompt, SomePrompts
 from nanoinfer.requests.outputs import RequestOutput, Score, score_of
 from nanoinfer.requests.progress import UseTqdm, check_use_tqdm
-from nanoinfer.requests.prompts import CallPrompts, Tokens
+from nanoinfer.requests.prompts.continuations import Continuations
+from nanoinfer.requests.prompts.stages import CallPrompts, Tokens
 
 
 class ScoresTexts(Door, ABC):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from nanoinfer.llm import LLM
 from nanoinfer.replicas.tasks import UNBEGUN
 from nanoinfer.requests.outputs import StreamOutput
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts.stages import ComingRequest
 
 CLOSED = "this LLM is closed: make another"
 

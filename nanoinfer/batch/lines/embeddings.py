@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nanoinfer.batch.lines.adapters import Models
 from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.llm import LLM
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts.stages import ComingRequest
 from nanoinfer.requests.reading.outputs import EmbeddingOutput
 
 KNOWN = ("input", "dimensions", "encoding_format", "prompt_name")

@@ -12,7 +12,7 @@ from nanoinfer.batch.lines.embeddings import Embedding
 from nanoinfer.checks import check_flag, short
 from nanoinfer.llm import LLM
 from nanoinfer.requests.inputs import Prompt
-from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.requests.prompts.stages import ComingRequest
 from nanoinfer.sampling_params import SamplingParams, with_integer_keys
 
 Kind = Literal["plain", "chat", "completion", "embedding"]

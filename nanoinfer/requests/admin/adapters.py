@@ -19,7 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import AdapterSource, open_adapter
 
 if TYPE_CHECKING:
-    from nanoinfer.requests.prompts import CallPrompts
+    from nanoinfer.requests.prompts.stages import CallPrompts
     from nanoinfer.requests.reading.texts import SomeTexts
 
 

@@ -14,7 +14,7 @@ from nanoinfer.requests.door import Door
 from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import RequestOutput
 from nanoinfer.requests.progress import UseTqdm
-from nanoinfer.requests.prompts import CallPrompts
+from nanoinfer.requests.prompts.stages import CallPrompts
 from nanoinfer.requests.settings import NO_ADAPTERS
 from nanoinfer.sampling_params import SamplingParams
 

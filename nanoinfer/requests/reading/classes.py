@@ -12,7 +12,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.models.reading.classes import ALL_CLASSIFIERS
 from nanoinfer.pooling.activations import Vector, sigmoid
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.reading.outputs import ClassificationOutput, ReadText
 
 if TYPE_CHECKING:

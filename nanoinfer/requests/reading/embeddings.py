@@ -14,7 +14,7 @@ from nanoinfer.config import Config
 from nanoinfer.pooling.activations import Vector
 from nanoinfer.pooling.read import Read
 from nanoinfer.pooling.sentence_model import SentenceModel, read_sentence_model
-from nanoinfer.requests.prompts import Asked
+from nanoinfer.requests.prompts.stages import Asked
 from nanoinfer.requests.reading.model_texts import ModelTexts
 from nanoinfer.requests.reading.outputs import EmbeddingOutput, ReadText
 from nanoinfer.requests.text.texts import TextTokenizer

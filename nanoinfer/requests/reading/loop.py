@@ -10,7 +10,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.results.stats import Rates
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.requests.progress import Shown, UseTqdm, make_bar
-from nanoinfer.requests.prompts import Prepared, pack
+from nanoinfer.requests.prompts.stages import Prepared, pack
 from nanoinfer.requests.reading.outputs import ReadText, texts_read
 from nanoinfer.requests.reading.texts import SomeTexts
 from nanoinfer.requests.request import Request

@@ -18,7 +18,7 @@ from nanoinfer.requests.admin.adapters import GivenLora, LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm
-from nanoinfer.requests.prompts import ComingRequest, Prepared
+from nanoinfer.requests.prompts.stages import ComingRequest, Prepared
 from nanoinfer.requests.reading.classes import Classes
 from nanoinfer.requests.reading.embeddings import Embeddings
 from nanoinfer.requests.reading.loop import Packs, read_all

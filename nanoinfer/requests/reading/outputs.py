@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer.engine.results.hidden_states import HiddenStates
 from nanoinfer.pooling.activations import Vector
 from nanoinfer.requests.outputs import Output
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.request import Request
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from nanoinfer.pooling.read import Read
 from nanoinfer.requests.inputs import Inputs, Prompt, SomePrompts
 from nanoinfer.requests.outputs import Output
-from nanoinfer.requests.prompts import Asked, ComingRequest, Prepared
+from nanoinfer.requests.prompts.stages import Asked, ComingRequest, Prepared
 from nanoinfer.requests.reading.outputs import ReadText, texts_read
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.settings import CallAdapters, Settings, one_each

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from nanoinfer.engine.client import InFlightPolicy
 from nanoinfer.engine.results.step_result import StepResult
 from nanoinfer.grammar.grammar import Grammar
-from nanoinfer.requests.prompts import PackedTokens
+from nanoinfer.requests.prompts.stages import PackedTokens
 from nanoinfer.requests.tasks.results import SampleResult
 from nanoinfer.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ from nanoinfer.engine.results.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import FinishReason, Vector
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
 from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 from nanoinfer.requests.reasoning.reasoning import Reasoning
 from nanoinfer.sampling_params import SamplingParams
 

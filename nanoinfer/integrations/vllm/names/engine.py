@@ -17,7 +17,7 @@ from nanoinfer.integrations.vllm.names.outputs import Growing, RequestOutput, re
 from nanoinfer.integrations.vllm.names.params import RequestOutputKind
 from nanoinfer.requests import outputs
 from nanoinfer.requests.outputs import StreamOutput
-from nanoinfer.requests.prompts import ComingRequest, Prepared
+from nanoinfer.requests.prompts.stages import ComingRequest, Prepared
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serving.llm_thread import LLMThread, Told
 

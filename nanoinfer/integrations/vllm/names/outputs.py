@@ -11,7 +11,7 @@ from nanoinfer.integrations.vllm.names.metrics import RequestStateStats, times_o
 from nanoinfer.integrations.vllm.names.params import RequestOutputKind
 from nanoinfer.requests import outputs
 from nanoinfer.requests.outputs import StreamOutput
-from nanoinfer.requests.prompts import Prepared
+from nanoinfer.requests.prompts.stages import Prepared
 
 OTHERS = ("request_id", "sample", "prompt_logprobs")  # of a StreamOutput, which a sample has not
 LISTS = ("text", "reasoning", "answer", "token_ids", "logprobs", "kept_tokens", "entropies")  # what grows

@@ -10,10 +10,10 @@ from typing import Any
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.requests.inputs import Inputs, SomePrompts
-from nanoinfer.requests.prompts import Asked, CallPrompts, Prepared, Tokens, ids_of, list_of, salted
+from nanoinfer.requests.prompts.stages import Asked, CallPrompts, Prepared, Tokens, ids_of, list_of, salted
+from nanoinfer.requests.prompts.token_ids import A_PROMPT, MOST_SHOWN, token_ids_of
 from nanoinfer.requests.settings import check_generates
 from nanoinfer.requests.text.texts import check_characters
-from nanoinfer.requests.token_ids import A_PROMPT, MOST_SHOWN, token_ids_of
 from nanoinfer.sampling_params import SamplingParams
 
 

@@ -10,11 +10,11 @@ from nanoinfer.config import Config
 from nanoinfer.media.messages import NO_MEDIA, take_media
 from nanoinfer.requests.chat.beside import MESSAGES, SALT, salt_of, template_of
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
-from nanoinfer.requests.embeds import EMBEDS, read_embeds
-from nanoinfer.requests.media import DATA, MediaInputs, take_beside
-from nanoinfer.requests.prompts import A_MAPPING, TEXT, TOKEN_IDS, Asked, list_of
+from nanoinfer.requests.prompts.embeds import EMBEDS, read_embeds
+from nanoinfer.requests.prompts.media import DATA, MediaInputs, take_beside
+from nanoinfer.requests.prompts.stages import A_MAPPING, TEXT, TOKEN_IDS, Asked, list_of
+from nanoinfer.requests.prompts.token_ids import MOST_SHOWN
 from nanoinfer.requests.text.texts import TextTokenizer
-from nanoinfer.requests.token_ids import MOST_SHOWN
 
 WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
 

@@ -16,7 +16,7 @@ from nanoinfer.media.pixels import Pixels
 from nanoinfer.media.spans import MediaPrompt, MediaSpan
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.requests.chat.beside import SALT
-from nanoinfer.requests.token_ids import MOST_SHOWN, pack_ids, token_ids_of
+from nanoinfer.requests.prompts.token_ids import MOST_SHOWN, pack_ids, token_ids_of
 from nanoinfer.sampling_params import SamplingParams
 
 EMBEDS = "prompt_embeds"  # the key of a prompt that is a mapping, as vLLM names it

@@ -16,10 +16,10 @@ from nanoinfer.media.messages import NO_MEDIA, Media
 from nanoinfer.media.spans import MediaPrompt
 from nanoinfer.pooling.read import PackedTexts
 from nanoinfer.requests.chat.beside import MESSAGES, SALT
-from nanoinfer.requests.embeds import EMBEDS
+from nanoinfer.requests.prompts.embeds import EMBEDS
+from nanoinfer.requests.prompts.token_ids import MOST_SHOWN
 from nanoinfer.requests.settings import Settings
 from nanoinfer.requests.text.bound_tokenizer import BoundTokenizer
-from nanoinfer.requests.token_ids import MOST_SHOWN
 from nanoinfer.sampling_params import SamplingParams
 
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them

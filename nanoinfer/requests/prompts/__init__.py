@@ -1,0 +1,1 @@
+"""Prompts, as callers give them, up to where they are ready to run."""
