@@ -106,7 +106,7 @@ class Inputs:
         items = prompts_of(prompts)
         settings = settings_of(len(items))
         return self._begin(
-            [change(self.reader.read_text(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings
+            [change(self.reader.read_whole(f"{name}[{i}]", item)) for i, item in enumerate(items)], settings
         )
 
     def begin_text(
@@ -121,7 +121,7 @@ class Inputs:
 
         change: as for begin_texts; output_of: as for Prepared
         """
-        asked = change(self.reader.read_text(name, prompt))
+        asked = change(self.reader.read_whole(name, prompt))
         return self._coming(asked, settings, output_of)
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:

@@ -40,8 +40,8 @@ class PromptReader:
             return chat._replace(cache_salt=salt)
         return self.unwrap(name, prompt)
 
-    def read_text(self, name: str, prompt: object) -> Asked:
-        """Read a prompt that gets no token."""
+    def read_whole(self, name: str, prompt: object) -> Asked:
+        """Read a prompt that is read alone: it gets no token."""
         if isinstance(prompt, Mapping) and prompt.get(EMBEDS) is not None:
             raise ValueError(f"{name} has {EMBEDS!r}: must be text or token ids; prompts that generate take embeddings")
         return self.read(name, prompt)
