@@ -9,7 +9,7 @@ from functools import cached_property
 from nanoinfer.attention.packing import LayerKind, pack
 from nanoinfer.checks import short
 from nanoinfer.kernels.delta.chunks import CHUNK
-from nanoinfer.kernels.states.memory import inputs_length, ring_length
+from nanoinfer.kernels.states.memory import inputs_length, ring_in_order, ring_length
 
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 USUAL_BLOCK_SIZE, LEAST_BLOCK_SIZE = 256, 16  # tokens
@@ -52,12 +52,16 @@ class Pages:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What a recurrence remembers: of each head, a matrix of so many keys and values; some heads may share keys."""
+    """What a recurrence remembers: of each head, a matrix of so many keys and values; some heads may share keys.
+
+    gates: so many numbers of a token decide how a head forgets, and learns
+    """
 
     key_heads: int
     heads: int
     keys: int
     values: int
+    gates: int = 1
 
     @property
     def numbers(self) -> int:
@@ -81,15 +85,19 @@ class State:
     width: int
     matrices: Matrices | None = None
 
-    def num_bytes(self, size: int, matrix_size: int, guesses: int) -> int:
+    def num_bytes(self, size: int, matrix_size: int, guesses: int, in_order: bool = False) -> int:
         """Return the bytes of a sequence: matrices, the tokens since their boundary, and the convolution's last inputs.
 
         size: of a number; matrix_size: of a matrix's; guesses: a step verifies so many of a sequence at most
+        in_order: the tokens stand there as TokenRings have them
         """
         inputs = self.channels * inputs_length(self.width, guesses) * size
         if self.matrices is None:
             return inputs
-        return inputs + self.matrices.numbers * matrix_size + ring_length(guesses) * self.matrices.token_bytes(size)
+        tokens = ring_length(guesses) * self.matrices.token_bytes(size)
+        if in_order:
+            tokens = ring_in_order(guesses) * (self.channels + self.matrices.gates * self.matrices.heads) * size
+        return inputs + self.matrices.numbers * matrix_size + tokens
 
 
 Memory = Pages | State | tuple[Pages, State]  # the last one's layer has attention beside a recurrence

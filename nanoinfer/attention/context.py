@@ -12,6 +12,7 @@ from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.attention.prefill.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.delta.chunks import Chunks
+from nanoinfer.kernels.states.in_order import Spans
 from nanoinfer.kernels.states.memory import LayerStates, StateRows
 from nanoinfer.kernels.steering import SteeredTokens
 
@@ -67,11 +68,13 @@ class StateContext:
 
     layers: what each such layer has
     rows: of a decode step; chunks: of a prefill step
+    spans: of both, if sums have one order
     """
 
     layers: Mapping[int, LayerStates]
     rows: StateRows | None = None
     chunks: Chunks | None = None
+    spans: Spans | None = None
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm
+from nanoinfer.kernels.delta.in_order import delta_in_order
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, stacked, unit_by_unit
@@ -71,7 +72,7 @@ class GatedDelta:
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
         heads = self.key_heads // ranks, self.value_heads // ranks
-        return State(self.channels // ranks, self.width, Matrices(*heads, self.key_dim, self.value_dim))
+        return State(self.channels // ranks, self.width, Matrices(*heads, self.key_dim, self.value_dim, gates=2))
 
 
 class GatedDeltaMixer(nn.Module):
@@ -137,6 +138,10 @@ class GatedDeltaMixer(nn.Module):
         states = context.states
         assert states is not None
         own, gates, largest = states.layers[self.layer], (self.log_decay, self.dt_bias), self.sizes.largest
+        if states.spans is not None:
+            assert own.rings is not None
+            convolved = self.convolution(qkv, context, silu=True)
+            return delta_in_order(convolved, a, b, *gates, own.rings, states.spans, largest)
         if states.rows is not None:
             return delta_rows(qkv, a, b, self.convolution.weight, *gates, own, states.rows, largest)
         assert own.recurrence is not None

@@ -14,6 +14,7 @@ from nanoinfer.attention.cache_layout import Matrices, State
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.mamba.decode import mamba_rows
+from nanoinfer.kernels.mamba.in_order import mamba_in_order
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
 from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, stacked
@@ -157,6 +158,10 @@ class Mamba2Mixer(nn.Module):
         assert states is not None
         own, limits = states.layers[self.layer], self.sizes.limits
         parameters = self.log_decay, self.dt_bias, self.skips
+        if states.spans is not None:
+            assert own.rings is not None
+            convolved = self.convolution(xbc, context, silu=True)
+            return mamba_in_order(convolved, dt, *parameters, own.rings, states.spans, limits)
         if states.rows is not None:
             convolution = self.convolution.weight, self.convolution.bias
             return mamba_rows(xbc, dt, *convolution, *parameters, own, states.rows, limits)

@@ -48,11 +48,6 @@ def check_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
     """Raise ValueError if the model cannot give a token the same bits in any company, on this many ranks."""
     if model.is_encoder:
         raise ValueError("deterministic=True: must be False for this model: encoders have no order of sums")
-    if model.has_states and not on_cpu:
-        raise ValueError(
-            "deterministic=True: must be False for this model on a GPU: some of its layers keep a state, and computing"
-            " it in chunks adds up in another order than token by token; device='cpu' does not"
-        )
     if model.latent is not None and not on_cpu:
         raise ValueError(
             "deterministic=True: must be False for this model on a GPU: prompts attend to keys made of latents,"
@@ -73,8 +68,10 @@ def check_ranks_in_order(model: Description, ranks: int, on_cpu: bool) -> None:
         fault = f"on the CPU the number of ranks must divide {PARTS}"
     elif on_cpu and (model.score_cap is not None or model.logit_cap is not None):
         fault = "the CPU computes soft caps in another way for another number of heads"
-    elif model.has_states:
+    elif on_cpu and model.has_states:
         fault = "the CPU computes states in another way for another number of heads"
+    elif divided := [f"{name}={count}" for name, count in _normed_groups(model).items() if count < ranks]:
+        fault = f"{divided[0]}: ranks would add up the squares of one group's norm in another order than one rank"
     elif model.latent is not None:
         fault = "the CPU makes keys of latents in another way for another number of heads"
     elif on_cpu and any(model.sinks):
@@ -105,8 +102,18 @@ def _runs_of_heads(model: Description) -> int:
 
 def _groups(model: Description) -> dict[str, int]:
     """Return how many groups the heads of Mamba2 have, as configs name it; a rank has some of them, or part of one."""
+    return {mixer.groups_field: mixer.groups for mixer in _mamba(model)}
+
+
+def _normed_groups(model: Description) -> dict[str, int]:
+    """Return those of _groups which a norm takes, each by itself."""
+    return {mixer.groups_field: mixer.groups for mixer in _mamba(model) if mixer.norm is not None}
+
+
+def _mamba(model: Description) -> list[Mamba2]:
+    """Return the Mamba2 of all layers that have it, alone or beside attention."""
     mixers = (mixer.mamba if isinstance(mixer, BesideAttention) else mixer for mixer in model.mixers)
-    return {mixer.groups_field: mixer.groups for mixer in mixers if isinstance(mixer, Mamba2)}
+    return [mixer for mixer in mixers if isinstance(mixer, Mamba2)]
 
 
 def _kv_counts(model: Description) -> list[int]:

@@ -65,7 +65,7 @@ def gated_norm_triton(
     """gated_norm as one launch."""
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads * dim), dtype=x.dtype, device=x.device)
-    block_h, block_d = _blocks(heads, dim)
+    block_h, block_d = _blocks(dim)
     _gated_norm_kernel[(tokens, cdiv(heads, block_h))](
         x,
         gate,
@@ -104,7 +104,7 @@ def part_of_mean_squares_triton(x: Tensor, gate: Tensor | None, size: int) -> Te
     """part_of_mean_squares as one launch."""
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads), dtype=torch.float32, device=x.device)
-    block_h, block_d = _blocks(heads, dim)
+    block_h, block_d = _blocks(dim)
     _mean_squares_kernel[(tokens, cdiv(heads, block_h))](
         x,
         gate,
@@ -120,10 +120,10 @@ def part_of_mean_squares_triton(x: Tensor, gate: Tensor | None, size: int) -> Te
     return out
 
 
-def _blocks(heads: int, dim: int) -> tuple[int, int]:
-    """Return how many heads a program has, and numbers of each."""
+def _blocks(dim: int) -> tuple[int, int]:
+    """Return how many heads a program has, and numbers of each. A rank's few heads have as many, for their bits."""
     block_d = next_power_of_2(dim)
-    return max(1, min(next_power_of_2(heads), BLOCK // block_d)), block_d
+    return max(1, BLOCK // block_d), block_d
 
 
 @triton.jit

@@ -154,25 +154,42 @@ def delta_chunks_triton(
     sequence, a head and some of its values, and go from chunk to chunk.
     """
     value_heads, key_dim, value_dim = recurrence.matrices.shape[1:]
-    shape = {
-        "KEY_HEADS": recurrence.key_heads,
+    shape = shape_of(recurrence.key_heads, value_heads, key_dim, value_dim)
+    cuts = chunks.cu_lens, chunks.seqs, chunks.first_tokens
+    within = look_within((qkv, a, b), (log_decay, dt_bias), cuts, shape, largest)
+    return _go_through(qkv, *within, recurrence, chunks, shape)
+
+
+def shape_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the sizes that all kernels of chunks compile for."""
+    return {
+        "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "TOKENS": CHUNK,
         "BLOCK_K": max(16, next_power_of_2(key_dim)),
     }
-    squares = torch.empty((2, len(chunks.seqs), value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty((len(chunks.seqs), value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
-    _look_within_kernel[(len(chunks.seqs), value_heads)](
-        qkv,
-        a,
-        b,
-        log_decay,
-        dt_bias,
-        chunks.cu_lens,
-        chunks.seqs,
-        chunks.first_tokens,
+
+
+def look_within(
+    terms: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    cuts: tuple[Tensor, Tensor, Tensor],
+    shape: dict[str, int],
+    largest: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch the first kernel of delta_chunks_triton; returns its squares and factors.
+
+    terms: qkv, a and b; gates: log_decay and dt_bias; cuts: cu_lens, seqs and first_tokens, as Chunks has them
+    """
+    (qkv, a, b), chunks, value_heads = terms, len(cuts[1]), shape["VALUE_HEADS"]
+    squares = torch.empty((2, chunks, value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
+    _look_within_kernel[(chunks, value_heads)](
+        *terms,
+        *gates,
+        *cuts,
         *squares,
         factors,
         qkv.stride(0),
@@ -180,10 +197,10 @@ def delta_chunks_triton(
         b.stride(0),
         LARGEST=largest,
         **shape,
-        num_warps=_warps(qkv),
+        num_warps=warps_of(qkv),
         enable_fp_fusion=True,
     )
-    return _go_through(qkv, squares, factors, recurrence, chunks, shape)
+    return squares, factors
 
 
 def _go_through(
@@ -193,7 +210,7 @@ def _go_through(
     seqs, (value_heads, value_dim) = len(chunks.starts), recurrence.updates.shape[2:]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     values = _values_at_once(seqs * value_heads, value_dim, qkv.device)
-    if qkv.dtype != torch.float32 and _stages(shape["BLOCK_K"], values, qkv) == 1:
+    if qkv.dtype != torch.float32 and stages_of(shape["BLOCK_K"], values, qkv) == 1:
         values = 64  # for an H100, Triton 3.6 compiles one stage of 32 values wrongly: it leaves its shared memory
     values = max(16, min(values, next_power_of_2(value_dim)))
     _go_through_kernel[(cdiv(value_dim, values), value_heads, seqs)](
@@ -213,8 +230,8 @@ def _go_through(
         **shape,
         RING=recurrence.ring,
         BLOCK_V=values,
-        num_warps=_warps(qkv),
-        num_stages=_stages(shape["BLOCK_K"], values, qkv),
+        num_warps=warps_of(qkv),
+        num_stages=stages_of(shape["BLOCK_K"], values, qkv),
         enable_fp_fusion=True,
     )
     return out
@@ -230,12 +247,12 @@ def _values_at_once(heads: int, value_dim: int, device: torch.device) -> int:
     return 64 if turns[1] < turns[0] else 32
 
 
-def _warps(qkv: Tensor) -> int:
+def warps_of(qkv: Tensor) -> int:
     """Return the warps of a program; products of float32 numbers need the registers of many."""
     return 16 if qkv.dtype == torch.float32 else 4
 
 
-def _stages(keys: int, values: int, qkv: Tensor) -> int:
+def stages_of(keys: int, values: int, qkv: Tensor) -> int:
     """Return how many chunks are in shared memory at a time, one to compute with, others on their way."""
     chunk = CHUNK * (2 * keys + 2 * CHUNK + values) * qkv.itemsize
     state = (keys + CHUNK) * values * qkv.itemsize
@@ -347,7 +364,7 @@ def _go_through_kernel(
     q_places = t[:, None] * qkv_stride + head // TOGETHER * KEY_DIM + d
     v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-    places, masks = (q_places, q_places + KEY_HEADS * KEY_DIM, v_places, out_places), (has_k, has_v)
+    places, masks = (q_places, q_places + KEY_HEADS * KEY_DIM, v_places), (has_k, has_v)
     first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
     whole = ((end - begin) // TOKENS).to(tl.int32)
 
@@ -355,11 +372,12 @@ def _go_through_kernel(
         first = begin + i * TOKENS
         chunk = first_chunk + i
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
-        within = _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
+        within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
-        ptrs = qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM
-        k, updates = _answer(state, ptrs, places, within, (t < TOKENS)[:, None], masks)
+        k, updates, out = answer(state, qkv_ptr + first * qkv_stride, places, within, (t < TOKENS)[:, None], masks)
+        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < TOKENS)[:, None] & has_v)
         state = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
@@ -371,9 +389,11 @@ def _go_through_kernel(
     first = begin + whole * TOKENS
     if first < end:
         chunk_head = ((first_chunk + whole) * VALUE_HEADS + head).to(tl.int64)
-        within = _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
-        ptrs, is_token = (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM), t < end - first
-        k, updates = _answer(state, ptrs, places, within, is_token[:, None], masks)
+        within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
+        is_token = t < end - first
+        k, updates, out = answer(state, qkv_ptr + first * qkv_stride, places, within, is_token[:, None], masks)
+        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & has_v)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + whole * TOKENS + t
             memory, heads = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (head // TOGETHER, head)
@@ -384,7 +404,7 @@ def _go_through_kernel(
 
 
 @triton.jit
-def _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.constexpr):
+def terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.constexpr):
     """Return what a chunk has of itself for a head: pointers to solutions and scores, and the factors of each token."""
     square = chunk_head * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
     rows = factors_ptr + chunk_head * 4 * TOKENS + t
@@ -393,14 +413,13 @@ def _terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.
 
 
 @triton.jit
-def _answer(state, ptrs, places, within, is_token, masks):
-    """Write what a chunk's tokens are answered; returns their keys, and their updates as `_look_within_kernel` says.
+def answer(state, tokens_ptr, places, within, is_token, masks):
+    """Return a chunk's keys, their updates as `_look_within_kernel` says, and what its tokens are answered.
 
-    ptrs: to the first token's numbers, and its results; places: of queries, keys, values and results behind these
+    tokens_ptr: to the first token's numbers; places: of queries, keys and values behind it
     is_token: [tokens, 1]; masks: which keys and which values a head has
     """
-    tokens_ptr, out_ptr = ptrs
-    q_places, k_places, v_places, out_places = places
+    q_places, k_places, v_places = places
     solution_ptrs, scores_ptrs, factors = within
     q_factor, k_factor, update_factor = factors
     has_k, has_v = masks
@@ -414,5 +433,4 @@ def _answer(state, ptrs, places, within, is_token, masks):
     out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
     scores = tl.load(scores_ptrs)
     out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
-    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
-    return k, (updates * update_factor[:, None]).to(k.dtype)
+    return k, (updates * update_factor[:, None]).to(k.dtype), out

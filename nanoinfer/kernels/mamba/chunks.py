@@ -95,7 +95,7 @@ def sum_stretch_kernel(
     matrix, mask = (head * NUMBERS + n[:, None]) * DIM + d, has_n[:, None] & has_d
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if first == tl.load(cu_lens_ptr + seq):
-        state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, mask, MATRICES)
+        state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, mask, MATRICES)
         tl.store(sums_ptr + stretch * MATRICES + matrix, state, mask=mask)
     if first + CHUNKS * TOKENS < tl.load(cu_lens_ptr + seq + 1):
         x_places = t[:, None] * xbc_stride + head * DIM + d
@@ -106,19 +106,19 @@ def sum_stretch_kernel(
             rows = factors_ptr + ((chunk + i) * HEADS + head) * 2 * TOKENS
             x = tl.load(tokens_ptr + x_places, mask=has_d[None, :], other=0.0)
             b = tl.load(tokens_ptr + b_places, mask=has_n[None, :], other=0.0)
-            state = _take_in(state, x, b, rows, t, TOKENS)
+            state = take_in(state, x, b, rows, t, TOKENS)
         tl.store(sums_ptr + (stretch + 1) * MATRICES + matrix, state, mask=mask)
 
 
 @triton.jit
-def _load_standing(matrices_ptr, standing, matrix, mask, MATRICES: tl.constexpr):
+def load_standing(matrices_ptr, standing, matrix, mask, MATRICES: tl.constexpr):
     """Return the state before a sequence, in float32; standing: its slot, or -1: there is none."""
     known = mask & (standing >= 0)
     return tl.load(matrices_ptr + standing.to(tl.int64) * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _take_in(state, x, b, rows, t, TOKENS: tl.constexpr):
+def take_in(state, x, b, rows, t, TOKENS: tl.constexpr):
     """Return the state, [numbers, inputs], behind a chunk's tokens; rows: the factors of a chunk's head."""
     total, step, last = tl.load(rows + t), tl.load(rows + TOKENS + t), tl.load(rows + TOKENS - 1)
     taken = (x.to(tl.float32) * (step * tl.exp(last - total))[:, None]).to(x.dtype)
@@ -176,21 +176,21 @@ def walk_stretch_kernel(
         if stretch < summed:
             state = tl.load(sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix, mask=matrix_mask, other=0.0)
         else:
-            state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
+            state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
         for i in range(before):
             rows = factors_ptr + ((first_chunk - (before - i) * CHUNKS) * HEADS + head) * 2 * TOKENS
             sum_ptrs = sums_ptr + (stretch - before + i + 1).to(tl.int64) * MATRICES + matrix
             state *= _decay_of_stretch(rows, HEADS, TOKENS, CHUNKS)
             state += tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
     else:
-        state = _load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
+        state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
     TOGETHER: tl.constexpr = HEADS // GROUPS
     group, final = head // TOGETHER, tl.load(final_ptr + seq).to(tl.int64)
     skip = tl.load(skips_ptr + head).to(tl.float32)
     x_places = t[:, None] * xbc_stride + head * DIM + d
     b_places = t[:, None] * xbc_stride + HEADS * DIM + group * NUMBERS + n
     out_places = (t[:, None] * HEADS + head) * DIM + d
-    places, masks = (x_places, b_places, b_places + GROUPS * NUMBERS, out_places), (has_n, has_d)
+    places, masks = (x_places, b_places, b_places + GROUPS * NUMBERS), (has_n, has_d)
     whole = tl.minimum((end - begin) // TOKENS, CHUNKS).to(tl.int32)
 
     for i in range(whole):
@@ -198,9 +198,11 @@ def walk_stretch_kernel(
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        ptrs = xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square
-        x, b = _answer(state, ptrs, places, skip, t, (t < TOKENS)[:, None], masks, TOKENS)
-        state = _take_in(state, x, b, rows, t, TOKENS)
+        ptrs = xbc_ptr + first * xbc_stride, rows, squares_ptr + square
+        x, b, out = answer(state, ptrs, places, skip, t, (t < TOKENS)[:, None], masks, TOKENS)
+        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < TOKENS)[:, None] & has_d)
+        state = take_in(state, x, b, rows, t, TOKENS)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
             tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
@@ -212,11 +214,10 @@ def walk_stretch_kernel(
     if (whole < CHUNKS) & (first < end):
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        ptrs, is_token = (
-            (xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square),
-            t < end - first,
-        )
-        x, b = _answer(state, ptrs, places, skip, t, is_token[:, None], masks, TOKENS)
+        ptrs, is_token = (xbc_ptr + first * xbc_stride, rows, squares_ptr + square), t < end - first
+        x, b, out = answer(state, ptrs, places, skip, t, is_token[:, None], masks, TOKENS)
+        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & has_d)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + (first - tl.load(cu_lens_ptr + seq)) + t
             memory, counts = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (GROUPS, HEADS, NUMBERS, DIM)
@@ -226,14 +227,14 @@ def walk_stretch_kernel(
 
 
 @triton.jit
-def _answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
-    """Write what a chunk's tokens are answered; returns their x and B.
+def answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
+    """Return a chunk's x and B, and what its tokens are answered.
 
-    ptrs: to the first token's numbers, its results, the factors of the chunk's head, and the products of its group
-    places: of x, B, C and results behind these; is_token: [tokens, 1]; masks: which numbers and which inputs there are
+    ptrs: to the first token's numbers, the factors of the chunk's head, and the products of its group
+    places: of x, B and C behind the first; is_token: [tokens, 1]; masks: which numbers and which inputs there are
     """
-    tokens_ptr, out_ptr, rows, square_ptrs = ptrs
-    x_places, b_places, c_places, out_places = places
+    tokens_ptr, rows, square_ptrs = ptrs
+    x_places, b_places, c_places = places
     has_n, has_d = masks
     total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
     scores = tl.load(square_ptrs)
@@ -243,8 +244,7 @@ def _answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr)
     between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
     out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
     out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & has_d)
-    return x, b
+    return x, b, out
 
 
 @triton.jit

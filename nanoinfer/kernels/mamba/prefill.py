@@ -101,35 +101,10 @@ def mamba_chunks_triton(
     """
     (heads, numbers, dim), groups = recurrence.matrices.shape[1:], recurrence.key_heads
     out = torch.empty((len(xbc), heads, dim), dtype=xbc.dtype, device=xbc.device)
-    squares = torch.empty((len(chunks.seqs), groups, CHUNK, CHUNK), dtype=xbc.dtype, device=xbc.device)
-    factors = torch.empty((len(chunks.seqs), heads, 2, CHUNK), dtype=torch.float32, device=xbc.device)
-    block_n = max(16, next_power_of_2(numbers))
-    tile = _tile(block_n, dim, xbc)
-    shape = {
-        "GROUPS": groups,
-        "HEADS": heads,
-        "DIM": dim,
-        "NUMBERS": numbers,
-        "TOKENS": CHUNK,
-        "BLOCK_N": block_n,
-    }
+    shape = shape_of(groups, heads, numbers, dim)
+    tile = tile_of(shape["BLOCK_N"], dim, xbc)
     where = chunks.cu_lens, chunks.seqs, chunks.first_tokens
-    look_within_kernel[(len(chunks.seqs), groups)](
-        xbc,
-        dt,
-        log_decay,
-        dt_bias,
-        *where,
-        squares,
-        factors,
-        xbc.stride(0),
-        dt.stride(0),
-        *limits,
-        **shape,
-        BLOCK_H=HEADS_AT_ONCE,
-        num_warps=16 if xbc.itemsize == 4 else 4,
-        enable_fp_fusion=True,
-    )
+    squares, factors = look_within((xbc, dt), (log_decay, dt_bias), where, shape, limits)
     grid = cdiv(dim, tile.inputs), heads, len(chunks.stretches)
     shape |= {"CHUNKS": STRETCH, "BLOCK_D": tile.inputs, "num_warps": tile.warps, "num_stages": tile.stages}
     sums, summed = factors, most_summed(chunks)
@@ -161,6 +136,49 @@ def mamba_chunks_triton(
     return out
 
 
+def shape_of(groups: int, heads: int, numbers: int, dim: int) -> dict[str, int]:
+    """Return the sizes that all kernels of chunks compile for."""
+    return {
+        "GROUPS": groups,
+        "HEADS": heads,
+        "DIM": dim,
+        "NUMBERS": numbers,
+        "TOKENS": CHUNK,
+        "BLOCK_N": max(16, next_power_of_2(numbers)),
+    }
+
+
+def look_within(
+    terms: tuple[Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    cuts: tuple[Tensor, Tensor, Tensor],
+    shape: dict[str, int],
+    limits: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """Launch the first kernel of mamba_chunks_triton; returns its squares and factors.
+
+    terms: xbc and dt; gates: log_decay and dt_bias; cuts: cu_lens, seqs and first_tokens, as Chunks has them
+    """
+    (xbc, dt), chunks, groups = terms, len(cuts[1]), shape["GROUPS"]
+    squares = torch.empty((chunks, groups, CHUNK, CHUNK), dtype=xbc.dtype, device=xbc.device)
+    factors = torch.empty((chunks, shape["HEADS"], 2, CHUNK), dtype=torch.float32, device=xbc.device)
+    look_within_kernel[(chunks, groups)](
+        *terms,
+        *gates,
+        *cuts,
+        squares,
+        factors,
+        xbc.stride(0),
+        dt.stride(0),
+        *limits,
+        **shape,
+        BLOCK_H=HEADS_AT_ONCE,
+        num_warps=16 if xbc.itemsize == 4 else 4,
+        enable_fp_fusion=True,
+    )
+    return squares, factors
+
+
 def most_summed(chunks: Chunks) -> int:
     """Return of how many stretches, the first ones, what they add is summed up: those of sequences that have several.
 
@@ -181,7 +199,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(numbers: int, dim: int, xbc: Tensor) -> _Tile:
+def tile_of(numbers: int, dim: int, xbc: Tensor) -> _Tile:
     """Return the tile of a state with so many numbers for each of `dim` inputs; products in float32 need many warps."""
     inputs = max(16, min(INPUTS, next_power_of_2(dim)))
     if xbc.itemsize == 4:

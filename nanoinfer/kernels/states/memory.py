@@ -47,15 +47,37 @@ class Recurrence(NamedTuple):
         return self.keys.shape[2]
 
 
+class TokenRings(NamedTuple):
+    """What a recurrence has of its sequences. The token at position p has entry p % ring of a slot.
+
+    A matrix takes in a chunk in the step in which all its tokens are known to be the sequence's.
+
+    matrices: [slots, heads, key dim, value dim], float32 or bfloat16, at the boundaries, which are multiples of CHUNK
+    tokens: [slots, ring, channels], convolved
+    gates: [slots, ring, numbers], of all heads: what decides decays, and strengths if the rule has some
+    """
+
+    matrices: Tensor
+    tokens: Tensor
+    gates: Tensor
+
+    @property
+    def ring(self) -> int:
+        """How many tokens a ring holds."""
+        return self.tokens.shape[1]
+
+
 class LayerStates(NamedTuple):
     """What a layer remembers of its sequences.
 
     inputs: [slots, length, channels], of the convolution. That of the token at position p is at p % length
-    recurrence: None: the layer is a convolution alone
+    recurrence: None: the layer is a convolution alone, or has `rings`
+    rings: in place of a recurrence, if sums have one order
     """
 
     inputs: Tensor
     recurrence: Recurrence | None = None
+    rings: TokenRings | None = None
 
 
 class StateRows(NamedTuple):
@@ -97,6 +119,14 @@ def ring_length(guesses: int) -> int:
     A step reads CHUNK entries, and those of guesses that have held since, and writes those of its own tokens.
     """
     return CHUNK + 1 + 2 * guesses
+
+
+def ring_in_order(guesses: int) -> int:
+    """Return how many tokens a ring of TokenRings holds, whole chunks, if steps verify so many guesses at most.
+
+    With guesses, a row's tokens may lie in two chunks, until those of the first one are known.
+    """
+    return 2 * CHUNK if guesses else CHUNK
 
 
 def inputs_length(width: int, guesses: int) -> int:

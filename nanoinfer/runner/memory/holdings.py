@@ -84,7 +84,9 @@ class Holdings:
         self.stream: LayerStream | None = None
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
         guesses = 0 if config.speculation is None else config.max_guesses
-        self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype, guesses)
+        self.state_spec = StateSpec(
+            config.cache_layout, config.torch_dtype, config.torch_state_dtype, guesses, config.is_in_order
+        )
         self.batch_processors = BatchProcessors(config, device) if config.logits_processors else None
         self.weights = self._build()
         self.draft = None if config.draft is None else self._build_draft(config.draft)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout, State
-from nanoinfer.kernels.states.memory import LayerStates, Recurrence, inputs_length, ring_length
+from nanoinfer.kernels.states.memory import (
+    LayerStates,
+    Recurrence,
+    TokenRings,
+    inputs_length,
+    ring_in_order,
+    ring_length,
+)
 
 BOUNDARY_BYTES = 4  # int32
 
@@ -22,17 +29,18 @@ class StatePool:
 
     layers: see StateContext
     boundaries: [slots] int32, the positions at which the matrices of all layers stand
+    ring: how many tokens stand beside matrices in TokenRings, if sums have one order; None: they have not
     """
 
-    def __init__(self, stacks: dict[tuple[int, ...], LayerStates], boundaries: Tensor) -> None:
+    def __init__(self, stacks: dict[tuple[int, ...], LayerStates], boundaries: Tensor, ring: int | None = None) -> None:
         """stacks: for the numbers of layers whose states are alike, the states of all of them"""
         self.layers = {
             layer: own for layers, stack in stacks.items() for layer, own in zip(layers, _by_layer(stack), strict=True)
         }
-        self.boundaries = boundaries
+        self.boundaries, self.ring = boundaries, ring
         self._tensors = [boundaries.view(1, -1, 1)]
-        for inputs, recurrence in stacks.values():
-            self._tensors += [inputs, *(recurrence or ())]
+        for inputs, recurrence, rings in stacks.values():
+            self._tensors += [inputs, *(recurrence or ()), *(rings or ())]
 
     def copy(self, copies: Tensor) -> None:
         """Copy some slots. copies: [2, slots] int64, the slots to copy, and their copies"""
@@ -49,8 +57,12 @@ class StatePool:
 def _by_layer(stack: LayerStates) -> Iterator[LayerStates]:
     """Yield each layer's part of a stack."""
     for number, inputs in enumerate(stack.inputs):
-        own = stack.recurrence
-        yield LayerStates(inputs, None if own is None else Recurrence(*(numbers[number] for numbers in own)))
+        own, rings = stack.recurrence, stack.rings
+        yield LayerStates(
+            inputs,
+            None if own is None else Recurrence(*(numbers[number] for numbers in own)),
+            None if rings is None else TokenRings(*(numbers[number] for numbers in rings)),
+        )
 
 
 @dataclass(frozen=True)
@@ -59,19 +71,21 @@ class StateSpec:
 
     dtype: of what stands beside matrices, and of the inputs of convolutions; state_dtype: of matrices
     guesses: a step verifies so many of a sequence at most
+    in_order: whether sums have one order
     """
 
     layout: CacheLayout
     dtype: torch.dtype
     state_dtype: torch.dtype
     guesses: int = 0
+    in_order: bool = False
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a sequence's states; 0: no layer has any."""
         if not self.layout.states:
             return 0
-        sizes = self.dtype.itemsize, self.state_dtype.itemsize, self.guesses
+        sizes = self.dtype.itemsize, self.state_dtype.itemsize, self.guesses, self.in_order
         return BOUNDARY_BYTES + sum(state.num_bytes(*sizes) for _, state in self.layout.states)
 
     def allocate(self, num_slots: int, device: torch.device) -> StatePool:
@@ -84,7 +98,8 @@ class StateSpec:
                 tuple(layers): self._allocate((len(layers), num_slots), state, device)
                 for state, layers in alike.items()
             }
-            return StatePool(stacks, torch.zeros(num_slots, dtype=torch.int32, device=device))
+            boundaries = torch.zeros(num_slots, dtype=torch.int32, device=device)
+            return StatePool(stacks, boundaries, ring_in_order(self.guesses) if self.in_order else None)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             size = num_slots * self.slot_bytes / 2**30
             raise ValueError(
@@ -100,8 +115,14 @@ class StateSpec:
         if state.matrices is None:
             return LayerStates(inputs)
         own, ring = state.matrices, (*shape, ring_length(self.guesses))
+        matrices = torch.zeros((*shape, own.heads, own.keys, own.values), dtype=self.state_dtype, device=device)
+        if self.in_order:
+            ring = (*shape, ring_in_order(self.guesses))
+            numbers = state.channels, own.gates * own.heads
+            beside = (torch.zeros((*ring, count), dtype=self.dtype, device=device) for count in numbers)
+            return LayerStates(inputs, rings=TokenRings(matrices, *beside))
         recurrence = Recurrence(
-            torch.zeros((*shape, own.heads, own.keys, own.values), dtype=self.state_dtype, device=device),
+            matrices,
             torch.zeros((*ring, own.key_heads, own.keys), dtype=self.dtype, device=device),
             torch.zeros((*ring, own.heads, own.values), dtype=self.dtype, device=device),
             torch.zeros((*ring, own.heads), dtype=torch.float32, device=device),

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, GroupContext, StateContext
 from nanoinfer.kernels.attention.prefixes.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.drafting.gather import RowColumns, gather_rows
 from nanoinfer.kernels.drafting.pack import GuessedRows
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.kernels.states.boundaries import begin_rows
+from nanoinfer.kernels.states.in_order import spans_of_rows
 from nanoinfer.kernels.states.memory import StateRows
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
@@ -138,9 +140,12 @@ class InputBatch:
         """Begin a step with its rows' states; positions: [n] int32, of the tokens; guessed: of a verifying step"""
         assert self.slots is not None
         slots = self.slots[: len(positions)] if guessed is None else self.slots[guessed.rows]
-        own, boundaries = begin_rows(slots, positions[: len(slots)], states.boundaries)
+        since = CHUNK if states.ring is None else CHUNK - 1
+        own, boundaries = begin_rows(slots, positions[: len(slots)], states.boundaries, since)
         guesses = () if guessed is None else (guessed.first, guessed.counts, guessed.most)
-        return StateContext(states.layers, StateRows(own, positions, boundaries, *guesses))
+        rows = StateRows(own, positions, boundaries, *guesses)
+        spans = None if states.ring is None else spans_of_rows(rows, states.ring)
+        return StateContext(states.layers, rows, spans=spans)
 
     def advance(self, rows: slice, token_ids: Tensor) -> None:
         """Give rows their sampled tokens, and move each a position on; empty rows stay empty."""

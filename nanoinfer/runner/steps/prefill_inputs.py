@@ -11,9 +11,11 @@ import numpy.typing as npt
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, StateContext
 from nanoinfer.kernels.attention.prefill.prefill_plan import DividedPrefill, divide
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
+from nanoinfer.kernels.states.in_order import Cut, spans_of_chunks
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, ChunkStates, JoinMessage
+from nanoinfer.runner.steps.cut_in_order import cut_in_order
 from nanoinfer.runner.transfer import upload, upload_all
 
 Numbers = npt.NDArray[np.int32]
@@ -60,7 +62,7 @@ class PrefillInputs:
             widths.append(TABLE_STEP * -(-max(len(chunk.block_tables[index]) for chunk in chunks) // TABLE_STEP))
             arrays += _pack_group(chunks, joins, index, group.block_size, step, widths[-1])
         if states is not None:
-            arrays += _pack_states(chunks)
+            arrays += _pack_states(chunks, states.ring)
         division = divide(query_lens, context_lens) if widths else None
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
@@ -95,7 +97,8 @@ class PrefillInputs:
             may_fold = any(chunk.states is not None and chunk.states.source >= 0 for chunk in chunks)
             where, cuts = (cu_queries, begins, initial, final), (seqs, firsts, snapshots, stretches)
             own = Chunks(*where, *cuts, boundaries, standing, may_fold)
-            state_context = StateContext(states.layers, chunks=own)
+            spans = None if states.ring is None else spans_of_chunks(Cut(*islice(on_device, 6)), own)
+            state_context = StateContext(states.layers, chunks=own, spans=spans)
         divided = None
         if division is not None:
             rows, *piece_lens = islice(on_device, 3)
@@ -196,24 +199,29 @@ def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[ar
     return [sampled, copies, slots, copied_states]
 
 
-def _pack_states(chunks: list[ChunkMessage]) -> list[array[int]]:
-    """Return the starts, sources and own slots of the chunks, how kernels cut these (see Chunks), and `left`."""
+def _pack_states(chunks: list[ChunkMessage], ring: int | None) -> list[array[int]]:
+    """Return the starts, sources and own slots of the chunks, how kernels cut these (see Chunks), and `left`.
+
+    ring: StatePool.ring; if there is one, Cut comes behind these
+    """
     states = [chunk.states or ChunkStates(-1, -1) for chunk in chunks]
-    left: dict[int, int] = {}
-    for chunk, planned in zip(chunks, states, strict=True):
-        left[planned.slot] = chunk.start + len(chunk.token_ids) // CHUNK * CHUNK
-        left |= {slot: position for position, slot in planned.snapshots.items()}
-    left.pop(-1, None)
     spans = [
-        (chunk.start, chunk.start + len(chunk.token_ids), planned.snapshots)
+        (chunk.start, chunk.start + len(chunk.token_ids), planned)
         for chunk, planned in zip(chunks, states, strict=True)
     ]
+    left: dict[int, int] = {}
+    for start, end, planned in spans:
+        begin = 0 if ring else start % CHUNK  # matrices move from here in whole chunks
+        left[planned.slot] = end - (end - begin) % CHUNK
+        left |= {slot: position for position, slot in planned.snapshots.items()}
+    left.pop(-1, None)
     return [
         array("i", [chunk.start for chunk in chunks]),
         array("i", [planned.source for planned in states]),
         array("i", [planned.slot for planned in states]),
-        *cut(spans),
+        *cut((start, end, planned.snapshots) for start, end, planned in spans),
         array("i", [*left.keys(), *left.values()]),
+        *([] if ring is None else cut_in_order(spans, ring)),
     ]
 
 
