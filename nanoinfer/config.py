@@ -106,7 +106,7 @@ class Config:
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
-        thread. Models whose layers keep a state have it there alone, and they and some others not on several ranks
+        thread. Some models have it not on several ranks: those whose layers keep a state not on those of a CPU
     routed_experts: True: outputs have the experts that each token took, in a model that has experts. Those of cached
         tokens would be unknown, so prompts take nothing from the KV cache; samples that begin together share theirs
     hidden_state_layers: outputs may have these hidden states, numbered as transformers' output_hidden_states: 0 for the

@@ -60,6 +60,8 @@ SPILLED = {  # bytes of an H100's thread that found no register, at most, by Tri
     "_tiles_kernel: q6_k, down of 300 in torch.bfloat16": 24,
     "_tiles_kernel: plain of 300 in torch.float32, in order": 16,
     "_mamba_rows_kernel": 84,  # of 256 numbers a state's input
+    "_walk_delta_kernel": 20,  # OLMo Hybrid
+    "_walk_mamba_kernel": 232,  # of 256 numbers a state's input; of 128: 104
     "delta_guesses_kernel": 540,  # OLMo Hybrid, by Triton 3.9; by 3.6 420
     "look_within_kernel: Mamba2 in float32": 1564,
     "mamba_guesses_kernel": 1300,  # of 256 numbers a state's input; of 128: 108

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,7 @@ from conftest import assert_equal, greedy, of_each_kind, whole_only
 from test_guesses_of_an_llm import assert_counts, run
 from test_prediction_heads import copy_tokenizer
 
-from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoinfer.benchmark.determinism import bits_of
 
 KINDS = ["qwen3.5", "granitemoehybrid", "lfm2", "qwen3next", "olmohybrid", "nemotronh", "falconh1", "bamba"]
@@ -146,6 +147,64 @@ def test_bits_are_those_without_if_sums_have_one_order(
         outputs = run(llm, prompts, params)
         assert 5 < llm.stats().num_accepted_tokens < llm.stats().num_proposed_tokens
     assert list(map(bits_of, outputs)) == list(map(bits_of, wanted))
+
+
+WAYS = ["roomy", "tight", "host"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(count, marks=pytest.mark.multi_gpu) for count in (2, 4))])
+@pytest.mark.parametrize("dtype", ["bfloat16", *whole_only(["float32"])])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gpu_gives_the_bits_of_a_request_alone(
+    name: str, dtype: str, ranks: int, folder_of: Callable[[str], str]
+) -> None:
+    """In chunks, from snapshots, preempted, from host memory, in company, guessed, and on several ranks."""
+    folder, how = folder_of(name), {"device": "cuda", "dtype": dtype, "deterministic": True}
+    lengths = [24, 9, 70, 130]
+    params = [
+        SamplingParams(
+            temperature=[0, 0.8][i % 2],
+            seed=i,
+            n=1 + i % 3 // 2,
+            max_tokens=lengths[i % 4],
+            ignore_eos=True,
+            logprobs=1,
+        )
+        for i in range(len(PROMPTS))
+    ]
+    params[0].prompt_logprobs = 1
+    wanted = []
+    with open_llm(folder, **how) as alone:
+        for prompt, own in zip(PROMPTS, params, strict=True):
+            alone.reset_prefix_cache()
+            wanted += run(alone, [prompt], [own])
+    for way, guesses in product(WAYS, (None, Prophet(texts_of(wanted), (True, False)), "suffix")):
+        options = {**SPREAD[way], **({} if way == "roomy" else {"num_kvcache_blocks": 7}), "speculation": guesses}
+        if guesses is None:
+            options.pop("max_guesses", None)
+        try:
+            llm = open_llm(folder, **how, **options, tensor_parallel_size=ranks)
+        except ValueError as error:
+            assert re.search(f"not divisible|one group's norm|tensor_parallel_size={ranks}", str(error))
+            pytest.skip(str(error))
+        with llm:
+            for _ in range(2):
+                assert list(map(bits_of, run(llm, PROMPTS, params))) == list(map(bits_of, wanted)), (way, guesses)
+            assert way == "roomy" or llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_beams_have_the_same_bits_on_a_gpu(name: str, folder_of: Callable[[str], str]) -> None:
+    """Beams begin amid chunks, and pass a multiple of 64, beside others or alone."""
+    params, prompts = BeamSearchParams(3, 9, ignore_eos=True), [PROMPTS[1], PROMPTS[5], PROMPTS[7]]
+    with open_llm(folder_of(name), device="cuda", dtype="bfloat16", deterministic=True) as llm:
+        together = llm.beam_search(prompts, params)
+        for prompt, output in zip(prompts, together, strict=True):
+            llm.reset_prefix_cache()
+            (own,) = llm.beam_search([prompt], params)
+            assert own.sequences == output.sequences
 
 
 def test_a_draft_model_with_states_is_refused(folder_of: Callable[[str], str]) -> None:

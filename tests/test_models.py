@@ -609,12 +609,16 @@ def test_ranks_that_would_part_queries_from_their_keys(family: Callable[[str], t
             check_ranks(replace(model, num_heads=8), 2 * runs)
 
 
-def test_a_state_is_not_deterministic_on_a_gpu(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
-    model = describe(family("lfm2")[1].config)
-    with pytest.raises(ValueError, match=r"deterministic=True: must be False for this model on a GPU: .* keep a state"):
-        check_in_order(model, 1, on_cpu=False)
-    with pytest.raises(ValueError, match="the CPU computes states in another way"):
-        check_in_order(model, 2, on_cpu=True)
+def test_states_are_deterministic_on_gpus(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
+    """But for groups of heads that one norm takes and ranks would share."""
+    for name, ranks in (("lfm2", 2), ("qwen3.5", 2), ("olmohybrid", 2), ("bamba", 1), ("falconh1", 2)):
+        model = describe(family(name)[1].config)
+        check_in_order(model, ranks, on_cpu=False)
+        with pytest.raises(ValueError, match="the CPU computes states in another way"):
+            check_in_order(model, 2, on_cpu=True)
+    model = describe(family("granitemoehybrid")[1].config)
+    with pytest.raises(ValueError, match="mamba_n_groups=2: ranks would add up the squares of one group's norm"):
+        check_in_order(model, 4, on_cpu=False)
 
 
 def test_every_class_has_a_case() -> None:

@@ -33,6 +33,7 @@ from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
+from nanoinfer.kernels.delta.in_order import delta_in_order
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.kernels.experts.identities import add_identities
 from nanoinfer.kernels.experts.operand import ExpertWeights
@@ -65,6 +66,7 @@ from nanoinfer.kernels.linear.in_order.weight import (
 )
 from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.mamba.decode import mamba_rows
+from nanoinfer.kernels.mamba.in_order import mamba_in_order
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
 from nanoinfer.kernels.norm.norm import Norm, add_norm, norm_add_norm, normalize
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -74,7 +76,15 @@ from nanoinfer.kernels.sampling.entropy import entropies_triton, entropy_parts_t
 from nanoinfer.kernels.sampling.masks import apply_masks_triton
 from nanoinfer.kernels.sampling.penalties import penalize_triton
 from nanoinfer.kernels.sampling.sequences import ban_sequences_triton
-from nanoinfer.kernels.states.memory import LayerStates, Recurrence, StateRows, inputs_length, ring_length
+from nanoinfer.kernels.states.in_order import COLUMNS, Spans
+from nanoinfer.kernels.states.memory import (
+    LayerStates,
+    Recurrence,
+    StateRows,
+    TokenRings,
+    inputs_length,
+    ring_length,
+)
 from nanoinfer.kernels.steering import steer_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -364,6 +374,39 @@ def mamba(shape: tuple[int, int, int, int], is_prefill: bool, dtype: torch.dtype
         states = LayerStates(empty(64, inputs_length(4, GUESSES), channels, dtype=dtype), memory)
         for rows in states_rows():
             mamba_rows(xbc, dt, weight, empty(channels), *parameters, states, rows, limits)
+
+
+def delta_of_both(shape: tuple[int, int, int, int], matrices: torch.dtype) -> None:
+    """Compute the delta rule in one order, in a prefill step and in a decode step; shape: as for delta"""
+    key_heads, value_heads, key_dim, value_dim = shape
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    rings = TokenRings(
+        empty(64, value_heads, key_dim, value_dim, dtype=matrices),
+        empty(64, CHUNK, channels, dtype=BF16),
+        empty(64, CHUNK, 2 * value_heads, dtype=BF16),
+    )
+    for tokens, spans in steps_in_order():
+        qkv, a, b = (empty(tokens, size, dtype=BF16) for size in (channels, value_heads, value_heads))
+        delta_in_order(qkv, a, b, empty(value_heads), empty(value_heads), rings, spans, 2.0)
+
+
+def mamba_of_both(shape: tuple[int, int, int, int]) -> None:
+    """Compute Mamba2 in one order, in a prefill step and in a decode step; shape: as for mamba"""
+    heads, dim, groups, size = shape
+    channels = heads * dim + 2 * groups * size
+    rings = TokenRings(
+        empty(64, heads, size, dim), *(empty(64, CHUNK, numbers, dtype=BF16) for numbers in (channels, heads))
+    )
+    for tokens, spans in steps_in_order():
+        xbc, dt = empty(tokens, channels, dtype=BF16), empty(tokens, heads, dtype=BF16)
+        mamba_in_order(xbc, dt, *[empty(heads)] * 3, rings, spans, (0.0, float("inf")))
+
+
+def steps_in_order() -> Iterator[tuple[int, Spans]]:
+    """Yield the tokens and the spans of a prefill step, and of a decode step."""
+    for tokens, chunks, seqs, in_rings in ((TOKENS, TOKENS // CHUNK, 8, False), (64, 64, 64, True)):
+        cuts = numbers(chunks + 1), *(numbers(chunks) for _ in range(3))
+        yield tokens, Spans(numbers(seqs * COLUMNS).view(seqs, COLUMNS), *cuts, None, in_rings)
 
 
 def recurrence(sizes: tuple[int, int, int, int], matrices: torch.dtype, dtype: torch.dtype = BF16) -> Recurrence:
@@ -668,7 +711,10 @@ def of_the_rest() -> Iterator[Launch]:
         call = partial(delta, FP32, is_prefill, (30, 30, 96, 192), 2.0)
         yield Launch(f"delta rule of OLMo Hybrid, {is_prefill=}", call, often_if(is_prefill))
     yield Launch("around the delta rule", convolve_and_norm)
+    for matrices, shape in ((BF16, (KEY_HEADS, VALUE_HEADS, HEAD, HEAD)), (FP32, (30, 30, 96, 192))):
+        yield Launch(f"delta rule in one order, {shape=}", partial(delta_of_both, shape, matrices))
     for shape in ((64, 64, 8, 128), (24, 128, 1, 256)):
+        yield Launch(f"Mamba2 in one order, {shape=}", partial(mamba_of_both, shape))
         for is_prefill in (True, False):
             call = partial(mamba, shape, is_prefill)
             yield Launch(f"Mamba2, {shape=}, {is_prefill=}", call, often_if(shape[0] == 64))

@@ -38,7 +38,7 @@ def delta_in_order(
     terms = tokens, *gates.split([heads, heads], dim=1)
     squares, factors = look_within(terms, (log_decay, dt_bias), spans.cuts, shape, largest)
     values = max(16, min(VALUES, next_power_of_2(value_dim)))
-    _walk_kernel[(cdiv(value_dim, values), heads, len(spans.seqs))](
+    _walk_delta_kernel[(cdiv(value_dim, values), heads, len(spans.seqs))](
         tokens,
         *squares,
         factors,
@@ -59,7 +59,7 @@ def delta_in_order(
 
 
 @triton.jit
-def _walk_kernel(
+def _walk_delta_kernel(
     tokens_ptr,
     solutions_ptr,
     scores_ptr,

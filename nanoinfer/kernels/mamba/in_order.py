@@ -35,7 +35,7 @@ def mamba_in_order(
     shape = shape_of(groups, heads, numbers, dim)
     tile = tile_of(shape["BLOCK_N"], dim, xbc)
     squares, factors = look_within((tokens, gates), (log_decay, dt_bias), spans.cuts, shape, limits)
-    _walk_kernel[(cdiv(dim, tile.inputs), heads, len(spans.seqs))](
+    _walk_mamba_kernel[(cdiv(dim, tile.inputs), heads, len(spans.seqs))](
         tokens,
         squares,
         factors,
@@ -57,7 +57,7 @@ def mamba_in_order(
 
 
 @triton.jit
-def _walk_kernel(
+def _walk_mamba_kernel(
     tokens_ptr,
     squares_ptr,
     factors_ptr,
