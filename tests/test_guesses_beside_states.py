@@ -186,7 +186,8 @@ def test_a_gpu_gives_the_bits_of_a_request_alone(
         try:
             llm = open_llm(folder, **how, **options, tensor_parallel_size=ranks)
         except ValueError as error:
-            assert re.search(f"not divisible|one group's norm|tensor_parallel_size={ranks}", str(error))
+            if not re.search("not divisible|one group's norm", str(error)):
+                raise
             pytest.skip(str(error))
         with llm:
             for _ in range(2):

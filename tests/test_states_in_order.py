@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.kernels.delta.convolution import convolve_chunks_triton, convolve_rows_triton
-from nanoinfer.kernels.delta.in_order import delta_in_order
+from nanoinfer.kernels.delta.in_order import check_delta, delta_in_order
 from nanoinfer.kernels.launch import launch_in_between
-from nanoinfer.kernels.mamba.in_order import mamba_in_order
+from nanoinfer.kernels.mamba.in_order import check_mamba, mamba_in_order
 from nanoinfer.kernels.states.boundaries import begin_rows
-from nanoinfer.kernels.states.in_order import Cut, spans_of_chunks, spans_of_rows
+from nanoinfer.kernels.states.in_order import Cut, Spans, spans_of_chunks, spans_of_rows
 from nanoinfer.kernels.states.memory import StateRows, TokenRings, inputs_length, ring_in_order
+from nanoinfer.kernels.states.order_check import TOKENS, check_order
 from nanoinfer.runner.message import ChunkStates
 from nanoinfer.runner.steps.cut_in_order import cut_in_order
 
@@ -259,3 +261,19 @@ def test_ranks_have_the_bits_of_one(kind: type[Layer], ranks: int) -> None:
     size = kind.HEADS // ranks
     parts = [compute(slice(first, first + size)) for first in range(0, kind.HEADS, size)]
     assert torch.cat(parts, 1).equal(compute(slice(0, kind.HEADS)))
+
+
+class TestTheStart:
+    """An LLM compares bits once, and raises where a GPU has others for a token that comes alone."""
+
+    def test_both_rules_pass(self) -> None:
+        check_delta(1, 2, 16, 24, 1.0, torch.float32, torch.device(DEVICE))
+        check_mamba(1, 2, 16, 24, torch.float32, torch.device(DEVICE))
+
+    def test_other_bits_are_refused(self) -> None:
+        def compute(terms: Sequence[Tensor], rings: TokenRings, spans: Spans) -> Tensor:
+            return terms[1][:, :, None] + 1e-6 * (len(terms[1]) == 1)
+
+        terms = [torch.zeros(TOKENS, 8, device=DEVICE), torch.ones(TOKENS, 2, device=DEVICE)]
+        with pytest.raises(ValueError, match="in another order in prompts than token by token; device='cpu' does not"):
+            check_order(compute, terms, (2, 16, 24), 2)

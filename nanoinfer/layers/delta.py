@@ -14,7 +14,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.delta.decode import delta_rows
 from nanoinfer.kernels.delta.gated_norm import gated_norm
-from nanoinfer.kernels.delta.in_order import delta_in_order
+from nanoinfer.kernels.delta.in_order import check_delta, delta_in_order
 from nanoinfer.kernels.delta.prefill import delta_chunks
 from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, stacked, unit_by_unit
@@ -113,6 +113,13 @@ class GatedDeltaMixer(nn.Module):
         norm, out = ("o_norm", "o_proj") if sizes.layout == "apart" else ("norm", "out_proj")
         self.norm = NormLayer(f"{prefix}{norm}", sizes.value_dim, sizes.norm_eps or norm_eps)
         self.out_proj = RowParallelLinear(f"{prefix}{out}", values, hidden_size, tp, formats=formats)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU compare the bits of prompts and of single tokens; raises ValueError as check_order does."""
+        own, ranks = self.sizes, self.sizes.value_heads // len(self.log_decay)
+        weight = self.convolution.weight
+        shape = own.key_heads // ranks, len(self.log_decay), own.key_dim, own.value_dim
+        check_delta(*shape, own.largest, weight.dtype, weight.device)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""

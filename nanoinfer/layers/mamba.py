@@ -14,7 +14,7 @@ from nanoinfer.attention.cache_layout import Matrices, State
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.delta.gated_norm import gated_norm, part_of_mean_squares
 from nanoinfer.kernels.mamba.decode import mamba_rows
-from nanoinfer.kernels.mamba.in_order import mamba_in_order
+from nanoinfer.kernels.mamba.in_order import check_mamba, mamba_in_order
 from nanoinfer.kernels.mamba.prefill import mamba_chunks
 from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, stacked
@@ -126,6 +126,11 @@ class Mamba2Mixer(nn.Module):
         inputs, _, heads = self._parts
         counts = torch.tensor([inputs, inputs, *[len(self.groups) * self.sizes.numbers] * 2, heads])
         return torch.tensor(self.sizes.factors, dtype=torch.float32).repeat_interleave(counts)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU compare the bits of prompts and of single tokens; raises ValueError as check_order does."""
+        own, weight = self.sizes, self.convolution.weight
+        check_mamba(len(self.groups), len(self.log_decay), own.numbers, own.dim, weight.dtype, weight.device)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""

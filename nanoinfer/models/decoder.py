@@ -19,11 +19,13 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.kernels.adapters.pairs import AdapterRows
 from nanoinfer.kernels.steering import SteeredTokens
+from nanoinfer.layers.delta import GatedDeltaMixer
 from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.heads.head_transform import TransformBeforeHead
 from nanoinfer.layers.heads.label_head import LabelHead
 from nanoinfer.layers.heads.text_head import TextHead
+from nanoinfer.layers.mamba import Mamba2Mixer
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.models.causal_lm import CausalLM, Place, anywhere
@@ -166,7 +168,7 @@ class Decoder(CausalLM):
         sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
-            if isinstance(module, (Matrix, MixtureOfExperts, GatedSharedExpert)):
+            if isinstance(module, (Matrix, MixtureOfExperts, GatedSharedExpert, GatedDeltaMixer, Mamba2Mixer)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

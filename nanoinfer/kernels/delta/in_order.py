@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +14,7 @@ from nanoinfer.kernels.delta.prefill import answer, look_within, shape_of, stage
 from nanoinfer.kernels.delta.terms import decay_of
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
 from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_matrix, load_span, place_of, store_matrix
+from nanoinfer.kernels.states.order_check import TOKENS, check_order
 
 VALUES = 64  # of a head that a program has, whatever a step's sequences and a rank's heads are
 
@@ -56,6 +60,23 @@ def delta_in_order(
         enable_fp_fusion=True,
     )
     return out
+
+
+@cache
+def check_delta(
+    key_heads: int, heads: int, key_dim: int, value_dim: int, largest: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError as check_order does, for layers of these sizes; largest: as for delta_rows"""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = 2 * key_heads * key_dim + heads * value_dim, heads, heads
+    terms = [torch.randn(TOKENS, size, generator=generator, device=device).to(dtype) for size in sizes]
+    log_decay, dt_bias = torch.rand(2, heads, generator=generator, device=device)
+
+    def compute(terms: Sequence[Tensor], rings: TokenRings, spans: Spans) -> Tensor:
+        qkv, a, b = terms
+        return delta_in_order(qkv, a, b, log_decay, dt_bias, rings, spans, largest)
+
+    check_order(compute, terms, (heads, key_dim, value_dim), 2 * heads)
 
 
 @triton.jit

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +15,7 @@ from nanoinfer.kernels.launch import cdiv
 from nanoinfer.kernels.mamba.chunks import answer, take_in
 from nanoinfer.kernels.mamba.prefill import look_within, shape_of, tile_of
 from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_matrix, load_span, place_of, store_matrix
+from nanoinfer.kernels.states.order_check import TOKENS, check_order
 
 
 def mamba_in_order(
@@ -54,6 +59,21 @@ def mamba_in_order(
         enable_fp_fusion=True,
     )
     return out
+
+
+@cache
+def check_mamba(groups: int, heads: int, numbers: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError as check_order does, for layers of these sizes."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = heads * dim + 2 * groups * numbers, heads
+    terms = [torch.randn(TOKENS, size, generator=generator, device=device).to(dtype) for size in sizes]
+    log_decay, dt_bias, skips = torch.rand(3, heads, generator=generator, device=device)
+
+    def compute(terms: Sequence[Tensor], rings: TokenRings, spans: Spans) -> Tensor:
+        xbc, dt = terms
+        return mamba_in_order(xbc, dt, log_decay, dt_bias, skips, rings, spans, (0.0, math.inf))
+
+    check_order(compute, terms, (heads, numbers, dim), heads)
 
 
 @triton.jit
