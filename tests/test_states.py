@@ -138,7 +138,7 @@ class TestPrefixes:
     ) -> None:
         llm = make_llm(folder, **OPTIONS)
         with torch.inference_mode():
-            for inputs, recurrence in llm.engine.ranks.runner.holdings.states.layers.values():
+            for inputs, recurrence, _ in llm.engine.ranks.runner.holdings.states.layers.values():
                 for numbers in (inputs, *recurrence):
                     numbers.fill_(math.nan)
             llm.engine.ranks.runner.holdings.states.boundaries.fill_(7)
