@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -153,7 +152,7 @@ WAYS = ["roomy", "tight", "host"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(count, marks=pytest.mark.multi_gpu) for count in (2, 4))])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
 @pytest.mark.parametrize("dtype", ["bfloat16", *whole_only(["float32"])])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_gpu_gives_the_bits_of_a_request_alone(
@@ -183,13 +182,7 @@ def test_a_gpu_gives_the_bits_of_a_request_alone(
         options = {**SPREAD[way], **({} if way == "roomy" else {"num_kvcache_blocks": 7}), "speculation": guesses}
         if guesses is None:
             options.pop("max_guesses", None)
-        try:
-            llm = open_llm(folder, **how, **options, tensor_parallel_size=ranks)
-        except ValueError as error:
-            if not re.search("not divisible|one group's norm", str(error)):
-                raise
-            pytest.skip(str(error))
-        with llm:
+        with open_llm(folder, **how, **options, tensor_parallel_size=ranks) as llm:
             for _ in range(2):
                 assert list(map(bits_of, run(llm, PROMPTS, params))) == list(map(bits_of, wanted)), (way, guesses)
             assert way == "roomy" or llm.engine.scheduler.num_preemptions > 0
