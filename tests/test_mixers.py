@@ -129,7 +129,7 @@ def run(mixer: nn.Module, sizes: GatedDelta | ShortConvolution, ranks: int, sequ
     state = sizes.state(ranks)
     layout = CacheLayout((), 64, 64, 0, 0, ((0, state),))
     pool = StateSpec(layout, torch.float32, torch.float32).allocate(len(sequences), torch.device("cpu"))
-    inputs, recurrence = pool.layers[0]
+    inputs, recurrence, _ = pool.layers[0]
     for numbers in (inputs, *(recurrence or ())):
         numbers.normal_()
     results: list[list[Tensor]] = [[] for _ in sequences]
