@@ -468,22 +468,6 @@ class TestThreads:
         assert (elsewhere.numbers == 0).all()
         assert sum(counted) == 60 * 50 * (4 * 19 + sum(2 if number % 2 else 4 for number in range(9)))
 
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_one_copy_does_for_targets_that_take_some_of_a_source(self, device: str) -> None:
-        sources = [torch.randn(60, 50) for _ in range(3)]
-        targets = [Quantized(torch.zeros(60, size)) for _ in sources for size in (20, 30)]
-        counted: list[int] = []
-        uploads = pinned.Uploads(torch.device(device, 0), counted.append)
-        for number, source in enumerate(sources):
-            uploads.add(targets[2 * number], source, slice(20))
-            uploads.add(targets[2 * number + 1], source, slice(20, 50))
-        uploads.finish()
-        written = torch.stack(
-            [torch.cat([own.numbers for own in targets[first : first + 2]], 1) for first in (0, 2, 4)]
-        )
-        assert torch.equal(written, 2 * torch.stack(sources))
-        assert sum(counted) == 3 * 60 * 50 * 4
-
     def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
         """A checkpoint may hold a router under two names."""
         target = torch.zeros(4000, 5000)

@@ -9,22 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.gguf.tensors.blocks import GgufPart
-from nanoinfer.gguf.tensors.tensor import GgufTensor
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Filled, Target
 from nanoinfer.weights.together import is_together
-
-
-class Blocks:
-    """Reads blocks once for all parts of a matrix that follow one another."""
-
-    def __init__(self) -> None:
-        self._last: tuple[GgufTensor, Any, Tensor] | None = None
-
-    def of(self, part: GgufPart, index: Any) -> Tensor:
-        """Return what GgufPart.stored does; for the same blocks as before, the same object."""
-        if self._last is None or self._last[:2] != (part.tensor, index):
-            self._last = part.tensor, index, part.stored(index)
-        return self._last[2]
 
 
 @dataclass(frozen=True)
@@ -39,7 +25,7 @@ class InBlocks(Filled):
     index: Any
 
     def copy_(self, stored: Tensor) -> None:
-        """Write all of it. stored: the part's bytes of what GgufPart.stored returns, on any device"""
+        """Write all of it. stored: what GgufPart.stored returns, on any device"""
         many = max(NUMBERS_AT_ONCE // self.part.tensor.shape[1], 1)
         for first in range(0, len(stored), many):
             rows = slice(first, min(first + many, len(stored)))

@@ -26,7 +26,6 @@ NUM_THREADS = 16  # each with a buffer: while some wait for the device, others c
 BYTES_AT_ONCE = 4 << 30  # of tensors that wait for each other: they are in files, which are mapped
 STAGED_AT_ONCE = 2 << 30  # bytes that take the GPU's memory twice, at most half of what is free
 ALIGNED = 16  # bytes: in a buffer, numbers of any type may begin at a multiple
-ALL = slice(None)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 POLL_SECONDS = 0.05  # until an interrupt is seen
 
@@ -102,19 +101,11 @@ class Uploads:
         self._num_bytes = self._num_staged = 0
         self._filled: set[int] = set()  # the ids of targets that are tensors
         self._staged: list[tuple[Filled, Tensor]] = []  # targets that are no tensors, and where what fills them goes
-        self._shared: tuple[Tensor, Tensor] | None = None  # of what several targets take some, and where it is
-        self._come: list[tuple[Filled, Tensor]] = []  # of the staged, those that have been copied there
+        self._come: list[tuple[Filled, Tensor]] = []  # of these, those that have been copied there
         self._homes: list[tuple[Away, Tensor]] = []  # targets in host memory, and what fills them
 
-    def add(self, target: Tensor | Filled, source: Tensor, some: slice = ALL) -> None:
-        """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`.
-
-        some: which indices of its last dimension fill the target, which is no tensor. Targets that follow one another
-            and take some of one source are filled by one copy of it.
-        """
-        if some != ALL:
-            self._add_some(target, source, some)
-            return
+    def add(self, target: Tensor | Filled, source: Tensor) -> None:
+        """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         home = target if isinstance(target, Away) and is_tensor(target) else None
         if home is not None and home.is_elsewhere:
             self._advance(source.nbytes)
@@ -129,8 +120,11 @@ class Uploads:
                 self._copy()
             self._filled.add(id(own))
         else:
-            staged = self._room_for(source)
+            if self._num_staged + source.nbytes > self._most_staged // 2:  # half is copied while half is written
+                self._copy()
+            staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             self._staged.append((target, staged))
+            self._num_staged += staged.nbytes
             target = staged
         if home is not None:
             self._homes.append((home, source))
@@ -140,28 +134,6 @@ class Uploads:
         self._num_bytes += _room(source)
         if self._num_bytes >= BYTES_AT_ONCE:
             self._copy()
-
-    def _add_some(self, target: Filled, source: Tensor, some: slice) -> None:
-        if self._shared is None or self._shared[0] is not source:
-            if self._device.type == "cpu":
-                self._advance(source.nbytes)
-                self._shared = source, source
-            else:
-                self._shared = source, self._room_for(source)
-                self._parts += _parts_of(self._shared[1], source)
-                self._num_bytes += _room(source)
-        own = self._shared[1][..., some]
-        if self._device.type == "cpu":
-            target.copy_(own)
-        else:
-            self._staged.append((target, own))
-
-    def _room_for(self, source: Tensor) -> Tensor:
-        """Return memory on the device in which a tensor may wait."""
-        if self._num_staged + source.nbytes > self._most_staged // 2:  # half is copied while half is written
-            self._copy()
-        self._num_staged += source.nbytes
-        return torch.empty(source.shape, dtype=source.dtype, device=self._device)
 
     def finish(self) -> None:
         """Copy what waits, and write what is no tensor."""
@@ -177,7 +149,6 @@ class Uploads:
             jobs += [(self._write_home, bundle) for bundle in _bundled(at_home)]
         num_bytes, self._parts, self._homes = self._num_bytes, [], []
         self._num_bytes = self._num_staged = 0
-        self._shared = None
         self._filled.clear()
         if jobs:
             copy_parts(jobs, _do, num_bytes, self._device, self._write, self._pool)

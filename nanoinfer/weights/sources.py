@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanoinfer.checks import short
 from nanoinfer.gguf.header import is_gguf
-from nanoinfer.gguf.tensors.blocks import CODES as CODES_OF_BLOCKS
 from nanoinfer.gguf.tensors.blocks import GgufPart
 from nanoinfer.gguf.tensors.files import GgufFiles
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
@@ -23,7 +22,7 @@ from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.weights.bitsandbytes.files import log_numbers, split
 from nanoinfer.weights.bitsandbytes.matrix import CODES, BnbMatrix
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
-from nanoinfer.weights.in_blocks import Blocks, InBlocks
+from nanoinfer.weights.in_blocks import InBlocks
 from nanoinfer.weights.names import NOTHING, Names
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
@@ -129,7 +128,7 @@ class FileSource:
 
         advance: told the bytes that are read
         """
-        copied, blocks = [], Blocks()
+        copied = []
         uploads = Uploads(device_of_table(table), advance)
         for name, tensor, _ in self._tensors(_shapes(table)):
             if name in table:
@@ -137,7 +136,7 @@ class FileSource:
                 for shard in table[name]:
                     index = ... if shard.takes_all else shard.index
                     if isinstance(tensor, GgufPart):
-                        uploads.add(InBlocks(shard.target, tensor, index), blocks.of(tensor, index), tensor.bytes)
+                        uploads.add(InBlocks(shard.target, tensor, index), tensor.stored(index))
                     else:
                         uploads.add(shard.target, tensor[...] if shard.takes_all else upright[index])
                 copied.append(name)
@@ -179,8 +178,8 @@ class FileSource:
 
 def _stored_bytes(tensor: Any, shard: Shard) -> int:
     """Return how many bytes of a tensor fill a shard's target."""
-    if isinstance(tensor, GgufPart):  # the blocks are read once for all their parts
-        return tensor.num_bytes(... if shard.takes_all else shard.index) if tensor.name == CODES_OF_BLOCKS else 0
+    if isinstance(tensor, GgufPart):
+        return tensor.num_bytes(... if shard.takes_all else shard.index)
     return math.prod(shard.target.shape) * DTYPES[tensor.get_dtype()].itemsize
 
 

@@ -139,7 +139,7 @@ KINDS = {
 class GgufPart:
     """Reads the codes of a matrix, its scales or its minima, as safetensors' slice objects read a tensor.
 
-    Or it gives blocks as they are stored, of whose bytes `unpacked` takes the part's apart on any device.
+    Or it reads blocks as they are stored, which `unpacked` takes apart on any device.
 
     name: a key of the type's parts
     """
@@ -169,28 +169,23 @@ class GgufPart:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return some; no other rows are read."""
-        return self.unpacked(self.stored(index)[..., self.bytes], index)
-
-    def stored(self, index: Any) -> Tensor:
-        """Return the blocks in which some lie, a view of the file, [rows, blocks, bytes] uint8."""
-        rows, columns = _both(index)
-        stored, blocks = self.tensor.stored_rows(rows), self._blocks(columns)
-        by_block = stored.reshape(len(stored), self.tensor.shape[1] // self._in_block, -1)
-        return torch.from_numpy(by_block[:, blocks.start : blocks.stop])
+        return self.unpacked(self.stored(index), index)
 
     def num_bytes(self, index: Any) -> int:
         """Return how many bytes `stored` returns."""
         rows, columns = _both(index)
-        count = len(range(self.tensor.shape[0])[rows]) * len(self._blocks(columns))
-        return count * int(block_of(self.tensor.entry.type)[1])
+        part = self.kind.parts[self.name].bytes
+        return len(range(self.tensor.shape[0])[rows]) * len(self._blocks(columns)) * (part.stop - part.start)
 
-    @property
-    def bytes(self) -> slice:
-        """Which of a block's bytes are the part's."""
-        return self.kind.parts[self.name].bytes
+    def stored(self, index: Any) -> Tensor:
+        """Return the part's bytes of the blocks in which some lie, a view of the file, [rows, blocks, bytes] uint8."""
+        rows, columns = _both(index)
+        stored, blocks = self.tensor.stored_rows(rows), self._blocks(columns)
+        by_block = stored.reshape(len(stored), self.tensor.shape[1] // self._in_block, -1)
+        return torch.from_numpy(by_block[:, blocks.start : blocks.stop, self.kind.parts[self.name].bytes])
 
     def unpacked(self, stored: Tensor, index: Any) -> Tensor:
-        """Return what some blocks have. stored: the part's bytes of some rows, on any device; index: `stored`'s"""
+        """Return what some blocks have. stored: from `stored`, some rows of it, on any device; index: the same"""
         columns = range(self.get_shape()[1])[_both(index)[1]]
         found, first = self.kind.parts[self.name].read(stored), 0
         if self.name == FACTORS:
