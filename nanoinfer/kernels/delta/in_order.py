@@ -13,7 +13,8 @@ from torch import Tensor
 from nanoinfer.kernels.delta.prefill import answer, look_within, shape_of, stages_of, terms_of, warps_of
 from nanoinfer.kernels.delta.terms import decay_of
 from nanoinfer.kernels.launch import cdiv, next_power_of_2
-from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_matrix, load_span, place_of, store_matrix
+from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_span, place_of
+from nanoinfer.kernels.states.matrices import load_matrix, store_matrix
 from nanoinfer.kernels.states.order_check import TOKENS, check_order
 
 VALUES = 64  # of a head that a program has, whatever a step's sequences and a rank's heads are
@@ -119,7 +120,7 @@ def _walk_delta_kernel(
         last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
         is_token = (token < total)[:, None]
         k, updates, out = answer(state, tokens_ptr + first * stride, places, within, is_token, (has_k, has_v))
-        place = place_of(seq_ptr + 6, token - old).to(tl.int64)
+        place = place_of(seq_ptr, token - old).to(tl.int64)
         out_ptrs = out_ptr + (place[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & (token >= old)[:, None] & has_v)
         new = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from nanoinfer.kernels.delta.terms import decay_of
 from nanoinfer.kernels.mamba.terms import step_of
+from nanoinfer.kernels.states.matrices import load_matrix
 from nanoinfer.kernels.states.tails import store_tail
 
 
@@ -95,7 +96,7 @@ def sum_stretch_kernel(
     matrix, mask = (head * NUMBERS + n[:, None]) * DIM + d, has_n[:, None] & has_d
     MATRICES: tl.constexpr = HEADS * DIM * NUMBERS
     if first == tl.load(cu_lens_ptr + seq):
-        state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, mask, MATRICES)
+        state = load_matrix(matrices_ptr, tl.load(standing_ptr + seq).to(tl.int64), matrix, mask, MATRICES)
         tl.store(sums_ptr + stretch * MATRICES + matrix, state, mask=mask)
     if first + CHUNKS * TOKENS < tl.load(cu_lens_ptr + seq + 1):
         x_places = t[:, None] * xbc_stride + head * DIM + d
@@ -108,13 +109,6 @@ def sum_stretch_kernel(
             b = tl.load(tokens_ptr + b_places, mask=has_n[None, :], other=0.0)
             state = take_in(state, x, b, rows, t, TOKENS)
         tl.store(sums_ptr + (stretch + 1) * MATRICES + matrix, state, mask=mask)
-
-
-@triton.jit
-def load_standing(matrices_ptr, standing, matrix, mask, MATRICES: tl.constexpr):
-    """Return the state before a sequence, in float32; standing: its slot, or -1: there is none."""
-    known = mask & (standing >= 0)
-    return tl.load(matrices_ptr + standing.to(tl.int64) * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -176,14 +170,14 @@ def walk_stretch_kernel(
         if stretch < summed:
             state = tl.load(sums_ptr + (stretch - before).to(tl.int64) * MATRICES + matrix, mask=matrix_mask, other=0.0)
         else:
-            state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
+            state = load_matrix(matrices_ptr, tl.load(standing_ptr + seq).to(tl.int64), matrix, matrix_mask, MATRICES)
         for i in range(before):
             rows = factors_ptr + ((first_chunk - (before - i) * CHUNKS) * HEADS + head) * 2 * TOKENS
             sum_ptrs = sums_ptr + (stretch - before + i + 1).to(tl.int64) * MATRICES + matrix
             state *= _decay_of_stretch(rows, HEADS, TOKENS, CHUNKS)
             state += tl.load(sum_ptrs, mask=matrix_mask, other=0.0)
     else:
-        state = load_standing(matrices_ptr, tl.load(standing_ptr + seq), matrix, matrix_mask, MATRICES)
+        state = load_matrix(matrices_ptr, tl.load(standing_ptr + seq).to(tl.int64), matrix, matrix_mask, MATRICES)
     TOGETHER: tl.constexpr = HEADS // GROUPS
     group, final = head // TOGETHER, tl.load(final_ptr + seq).to(tl.int64)
     skip = tl.load(skips_ptr + head).to(tl.float32)

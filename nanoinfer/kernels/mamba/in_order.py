@@ -14,7 +14,8 @@ from torch import Tensor
 from nanoinfer.kernels.launch import cdiv
 from nanoinfer.kernels.mamba.chunks import answer, take_in
 from nanoinfer.kernels.mamba.prefill import look_within, shape_of, tile_of
-from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_matrix, load_span, place_of, store_matrix
+from nanoinfer.kernels.states.in_order import COLUMNS, Spans, TokenRings, load_span, place_of
+from nanoinfer.kernels.states.matrices import load_matrix, store_matrix
 from nanoinfer.kernels.states.order_check import TOKENS, check_order
 
 
@@ -115,7 +116,7 @@ def _walk_mamba_kernel(
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
         ptrs, is_token = (tokens_ptr + first * stride, rows, squares_ptr + square), (token < total)[:, None]
         x, b, out = answer(state, ptrs, places, skip, t, is_token, (has_n, has_d), TOKENS)
-        place = place_of(seq_ptr + 6, token - old).to(tl.int64)
+        place = place_of(seq_ptr, token - old).to(tl.int64)
         out_ptrs = out_ptr + (place[:, None] * HEADS + head) * DIM + d
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & (token >= old)[:, None] & has_d)
         new = take_in(state, x, b, rows, t, TOKENS)

@@ -180,11 +180,11 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    part, own = tl.program_id(0), seqs_ptr + tl.program_id(1) * COLUMNS + 6
+    part, seq_ptr = tl.program_id(0), seqs_ptr + tl.program_id(1) * COLUMNS
     channel, n = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    slot, start = tl.load(own + 2).to(tl.int64), tl.load(own + 3)
-    for token in range(tl.load(own + 4), tl.load(own + 5)):
-        place, entry = place_of(own, token).to(tl.int64), slot * RING + (start + token) % RING
+    slot, start = tl.load(seq_ptr + 8).to(tl.int64), tl.load(seq_ptr + 9)
+    for token in range(tl.load(seq_ptr + 10), tl.load(seq_ptr + 11)):
+        place, entry = place_of(seq_ptr, token).to(tl.int64), slot * RING + (start + token) % RING
         x = tl.load(tokens_ptr + place * tokens_stride + channel, mask=channel < CHANNELS)
         tl.store(kept_tokens_ptr + entry * CHANNELS + channel, x, mask=channel < CHANNELS)
         if part == 0:
@@ -193,9 +193,9 @@ def _keep_kernel(
 
 
 @triton.jit
-def place_of(own, token):
-    """Return the places of a sequence's own tokens among the step's. own: the pointer to that of the first one"""
-    return tl.where(token == 0, tl.load(own), tl.load(own + 1) + token)
+def place_of(seq_ptr, token):
+    """Return the places of a sequence's own tokens among the step's. seq_ptr: to its numbers, as Spans has them"""
+    return tl.where(token == 0, tl.load(seq_ptr + 6), tl.load(seq_ptr + 7) + token)
 
 
 @triton.jit
@@ -206,17 +206,3 @@ def load_span(seq_ptr):
     """
     tokens = tl.load(seq_ptr), tl.load(seq_ptr + 1), tl.load(seq_ptr + 2), tl.load(seq_ptr + 3)
     return tokens, tl.load(seq_ptr + 4).to(tl.int64), tl.load(seq_ptr + 5).to(tl.int64)
-
-
-@triton.jit
-def load_matrix(matrices_ptr, slot, matrix, mask, MATRICES: tl.constexpr):
-    """Return some numbers of the matrices of a slot, int64, in float32; zeros if it is -1."""
-    known = mask & (slot >= 0)
-    return tl.load(matrices_ptr + slot * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_matrix(matrices_ptr, slot, matrix, mask, state, MATRICES: tl.constexpr):
-    """Write some numbers of the matrices of a slot, int64, if it is one."""
-    if slot >= 0:
-        tl.store(matrices_ptr + slot * MATRICES + matrix, state.to(matrices_ptr.dtype.element_ty), mask=mask)

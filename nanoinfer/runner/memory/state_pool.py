@@ -29,15 +29,16 @@ class StatePool:
 
     layers: see StateContext
     boundaries: [slots] int32, the positions at which the matrices of all layers stand
-    ring: how many tokens stand beside matrices in TokenRings, if sums have one order; None: they have not
+    ring: how many tokens stand beside matrices in TokenRings; None: no layer has some
     """
 
-    def __init__(self, stacks: dict[tuple[int, ...], LayerStates], boundaries: Tensor, ring: int | None = None) -> None:
+    def __init__(self, stacks: dict[tuple[int, ...], LayerStates], boundaries: Tensor) -> None:
         """stacks: for the numbers of layers whose states are alike, the states of all of them"""
         self.layers = {
             layer: own for layers, stack in stacks.items() for layer, own in zip(layers, _by_layer(stack), strict=True)
         }
-        self.boundaries, self.ring = boundaries, ring
+        self.boundaries = boundaries
+        self.ring = next((stack.rings.tokens.shape[2] for stack in stacks.values() if stack.rings is not None), None)
         self._tensors = [boundaries.view(1, -1, 1)]
         for inputs, recurrence, rings in stacks.values():
             self._tensors += [inputs, *(recurrence or ()), *(rings or ())]
@@ -98,8 +99,7 @@ class StateSpec:
                 tuple(layers): self._allocate((len(layers), num_slots), state, device)
                 for state, layers in alike.items()
             }
-            boundaries = torch.zeros(num_slots, dtype=torch.int32, device=device)
-            return StatePool(stacks, boundaries, ring_in_order(self.guesses) if self.in_order else None)
+            return StatePool(stacks, torch.zeros(num_slots, dtype=torch.int32, device=device))
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             size = num_slots * self.slot_bytes / 2**30
             raise ValueError(
@@ -114,13 +114,14 @@ class StateSpec:
         )
         if state.matrices is None:
             return LayerStates(inputs)
-        own, ring = state.matrices, (*shape, ring_length(self.guesses))
+        own = state.matrices
         matrices = torch.zeros((*shape, own.heads, own.keys, own.values), dtype=self.state_dtype, device=device)
         if self.in_order:
             ring = (*shape, ring_in_order(self.guesses))
             numbers = state.channels, own.gates * own.heads
             beside = (torch.zeros((*ring, count), dtype=self.dtype, device=device) for count in numbers)
             return LayerStates(inputs, rings=TokenRings(matrices, *beside))
+        ring = (*shape, ring_length(self.guesses))
         recurrence = Recurrence(
             matrices,
             torch.zeros((*ring, own.key_heads, own.keys), dtype=self.dtype, device=device),
