@@ -364,7 +364,7 @@ def _go_through_kernel(
     q_places = t[:, None] * qkv_stride + head // TOGETHER * KEY_DIM + d
     v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-    places, masks = (q_places, q_places + KEY_HEADS * KEY_DIM, v_places), (has_k, has_v)
+    places, masks = (q_places, q_places + KEY_HEADS * KEY_DIM, v_places, out_places), (has_k, has_v)
     first_chunk = chunks_before(seqs_ptr, num_chunks, seq)
     whole = ((end - begin) // TOKENS).to(tl.int32)
 
@@ -375,9 +375,11 @@ def _go_through_kernel(
         within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
-        k, updates, out = answer(state, qkv_ptr + first * qkv_stride, places, within, (t < TOKENS)[:, None], masks)
-        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < TOKENS)[:, None] & has_v)
+        ptrs, is_token = (
+            (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM),
+            (t < TOKENS)[:, None],
+        )
+        k, updates = answer(state, ptrs, places, within, is_token, is_token, masks)
         state = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
@@ -390,10 +392,8 @@ def _go_through_kernel(
     if first < end:
         chunk_head = ((first_chunk + whole) * VALUE_HEADS + head).to(tl.int64)
         within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
-        is_token = t < end - first
-        k, updates, out = answer(state, qkv_ptr + first * qkv_stride, places, within, is_token[:, None], masks)
-        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & has_v)
+        ptrs, is_token = (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM), t < end - first
+        k, updates = answer(state, ptrs, places, within, is_token[:, None], is_token[:, None], masks)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + whole * TOKENS + t
             memory, heads = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (head // TOGETHER, head)
@@ -413,13 +413,14 @@ def terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.c
 
 
 @triton.jit
-def answer(state, tokens_ptr, places, within, is_token, masks):
-    """Return a chunk's keys, their updates as `_look_within_kernel` says, and what its tokens are answered.
+def answer(state, ptrs, places, within, is_token, is_own, masks):
+    """Write what a chunk's tokens are answered; returns their keys, and their updates as `_look_within_kernel` says.
 
-    tokens_ptr: to the first token's numbers; places: of queries, keys and values behind it
-    is_token: [tokens, 1]; masks: which keys and which values a head has
+    ptrs: to the first token's numbers, and to results; places: of queries, keys, values and results behind these
+    is_token, is_own: [tokens, 1], of the second the results are written; masks: which keys and which values a head has
     """
-    q_places, k_places, v_places = places
+    tokens_ptr, out_ptr = ptrs
+    q_places, k_places, v_places, out_places = places
     solution_ptrs, scores_ptrs, factors = within
     q_factor, k_factor, update_factor = factors
     has_k, has_v = masks
@@ -433,4 +434,5 @@ def answer(state, tokens_ptr, places, within, is_token, masks):
     out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
     scores = tl.load(scores_ptrs)
     out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
-    return k, (updates * update_factor[:, None]).to(k.dtype), out
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_own & has_v)
+    return k, (updates * update_factor[:, None]).to(k.dtype)

@@ -184,7 +184,7 @@ def walk_stretch_kernel(
     x_places = t[:, None] * xbc_stride + head * DIM + d
     b_places = t[:, None] * xbc_stride + HEADS * DIM + group * NUMBERS + n
     out_places = (t[:, None] * HEADS + head) * DIM + d
-    places, masks = (x_places, b_places, b_places + GROUPS * NUMBERS), (has_n, has_d)
+    places, masks = (x_places, b_places, b_places + GROUPS * NUMBERS, out_places), (has_n, has_d)
     whole = tl.minimum((end - begin) // TOKENS, CHUNKS).to(tl.int32)
 
     for i in range(whole):
@@ -192,10 +192,9 @@ def walk_stretch_kernel(
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        ptrs = xbc_ptr + first * xbc_stride, rows, squares_ptr + square
-        x, b, out = answer(state, ptrs, places, skip, t, (t < TOKENS)[:, None], masks, TOKENS)
-        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < TOKENS)[:, None] & has_d)
+        ptrs = xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square
+        is_token = (t < TOKENS)[:, None]
+        x, b = answer(state, ptrs, places, skip, t, is_token, is_token, masks, TOKENS)
         state = take_in(state, x, b, rows, t, TOKENS)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
@@ -208,10 +207,11 @@ def walk_stretch_kernel(
     if (whole < CHUNKS) & (first < end):
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        ptrs, is_token = (xbc_ptr + first * xbc_stride, rows, squares_ptr + square), t < end - first
-        x, b, out = answer(state, ptrs, places, skip, t, is_token[:, None], masks, TOKENS)
-        out_ptrs = out_ptr + first * (HEADS * DIM) + out_places
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & has_d)
+        ptrs, is_token = (
+            (xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square),
+            t < end - first,
+        )
+        x, b = answer(state, ptrs, places, skip, t, is_token[:, None], is_token[:, None], masks, TOKENS)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + (first - tl.load(cu_lens_ptr + seq)) + t
             memory, counts = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (GROUPS, HEADS, NUMBERS, DIM)
@@ -221,14 +221,15 @@ def walk_stretch_kernel(
 
 
 @triton.jit
-def answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
-    """Return a chunk's x and B, and what its tokens are answered.
+def answer(state, ptrs, places, skip, t, is_token, is_own, masks, TOKENS: tl.constexpr):
+    """Write what a chunk's tokens are answered; returns their x and B.
 
-    ptrs: to the first token's numbers, the factors of the chunk's head, and the products of its group
-    places: of x, B and C behind the first; is_token: [tokens, 1]; masks: which numbers and which inputs there are
+    ptrs: to the first token's numbers, results, the factors of the chunk's head, and the products of its group
+    places: of x, B, C and results behind these; masks: which numbers and which inputs there are
+    is_token, is_own: [tokens, 1], of the second the results are written
     """
-    tokens_ptr, rows, square_ptrs = ptrs
-    x_places, b_places, c_places = places
+    tokens_ptr, out_ptr, rows, square_ptrs = ptrs
+    x_places, b_places, c_places, out_places = places
     has_n, has_d = masks
     total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
     scores = tl.load(square_ptrs)
@@ -238,7 +239,8 @@ def answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
     between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
     out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
     out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-    return x, b, out
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_own & has_d)
+    return x, b
 
 
 @triton.jit
