@@ -111,7 +111,6 @@ def _walk_delta_kernel(
     state = load_matrix(matrices_ptr, standing, matrix, mask, MATRICES)
     q_places = t[:, None] * stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
     v_places = t[:, None] * stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
-    k_places = q_places + KEY_HEADS * KEY_DIM
     for i in range(tl.cdiv(total, TOKENS)):
         chunk, token = first_chunk + i, i * TOKENS + t
         first = tl.load(first_tokens_ptr + chunk).to(tl.int64)
@@ -119,10 +118,12 @@ def _walk_delta_kernel(
         within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
         last = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 4 * TOKENS - 1)
         is_token = (token < total)[:, None]
-        place, is_own = place_of(seq_ptr, token - old).to(tl.int64), is_token & (token >= old)[:, None]
-        places = q_places, k_places, v_places, (place[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
-        ptrs = tokens_ptr + first * stride, out_ptr
-        k, updates = answer(state, ptrs, places, within, is_token, is_own, (has_k, has_v))
+        places = q_places, q_places + KEY_HEADS * KEY_DIM, v_places
+        k, updates, out = answer(state, tokens_ptr + first * stride, places, within, is_token, (has_k, has_v))
+        place = place_of(seq_ptr, token - old).to(tl.int64)
+        out_ptrs = out_ptr + (place[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & (token >= old)[:, None] & has_v)
+        updates = (updates * within[2][2][:, None]).to(k.dtype)
         new = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")
         new = new.to(matrices_ptr.dtype.element_ty).to(tl.float32)  # as a later step would read it
         state = tl.where((i + 1) * TOKENS <= known, new, state)

@@ -379,7 +379,7 @@ def _go_through_kernel(
             (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM),
             (t < TOKENS)[:, None],
         )
-        k, updates = answer(state, ptrs, places, within, is_token, is_token, masks)
+        k, updates = _answer(state, ptrs, places, within, is_token, masks)
         state = tl.dot(tl.trans(k), updates, state * decay_of(last), input_precision="ieee")
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
@@ -393,7 +393,7 @@ def _go_through_kernel(
         chunk_head = ((first_chunk + whole) * VALUE_HEADS + head).to(tl.int64)
         within = terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS)
         ptrs, is_token = (qkv_ptr + first * qkv_stride, out_ptr + first * VALUE_HEADS * VALUE_DIM), t < end - first
-        k, updates = answer(state, ptrs, places, within, is_token[:, None], is_token[:, None], masks)
+        k, updates = _answer(state, ptrs, places, within, is_token[:, None], masks)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + whole * TOKENS + t
             memory, heads = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (head // TOGETHER, head)
@@ -413,16 +413,28 @@ def terms_of(solutions_ptr, scores_ptr, factors_ptr, chunk_head, t, TOKENS: tl.c
 
 
 @triton.jit
-def answer(state, ptrs, places, within, is_token, is_own, masks):
-    """Write what a chunk's tokens are answered; returns their keys, and their updates as `_look_within_kernel` says.
+def _answer(state, ptrs, places, within, is_token, masks):
+    """Write what a chunk's tokens are answered; returns their keys and updates. All as for `answer`.
 
-    ptrs: to the first token's numbers, and to results; places: of queries, keys, values and results behind these
-    is_token, is_own: [tokens, 1], of the second the results are written; masks: which keys and which values a head has
+    ptrs, places: of results, too, behind the others
     """
     tokens_ptr, out_ptr = ptrs
     q_places, k_places, v_places, out_places = places
+    k, updates, out = answer(state, tokens_ptr, (q_places, k_places, v_places), within, is_token, masks)
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & masks[1])
+    return k, (updates * within[2][2][:, None]).to(k.dtype)
+
+
+@triton.jit
+def answer(state, tokens_ptr, places, within, is_token, masks):
+    """Return a chunk's keys, their updates in float32, without their factors, and what its tokens are answered.
+
+    tokens_ptr: to the first token's numbers; places: of queries, keys and values behind it
+    within: what terms_of returns; is_token: [tokens, 1]; masks: which keys and which values a head has
+    """
+    q_places, k_places, v_places = places
     solution_ptrs, scores_ptrs, factors = within
-    q_factor, k_factor, update_factor = factors
+    q_factor, k_factor, _ = factors
     has_k, has_v = masks
     k = tl.load(tokens_ptr + k_places, mask=is_token & has_k, other=0.0)
     value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
@@ -434,5 +446,4 @@ def answer(state, ptrs, places, within, is_token, is_own, masks):
     out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
     scores = tl.load(scores_ptrs)
     out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
-    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_own & has_v)
-    return k, (updates * update_factor[:, None]).to(k.dtype)
+    return k, updates, out

@@ -194,7 +194,7 @@ def walk_stretch_kernel(
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
         ptrs = xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square
         is_token = (t < TOKENS)[:, None]
-        x, b = answer(state, ptrs, places, skip, t, is_token, is_token, masks, TOKENS)
+        x, b = _answer(state, ptrs, places, skip, t, is_token, masks, TOKENS)
         state = take_in(state, x, b, rows, t, TOKENS)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
@@ -211,7 +211,7 @@ def walk_stretch_kernel(
             (xbc_ptr + first * xbc_stride, out_ptr + first * (HEADS * DIM), rows, squares_ptr + square),
             t < end - first,
         )
-        x, b = answer(state, ptrs, places, skip, t, is_token[:, None], is_token[:, None], masks, TOKENS)
+        x, b = _answer(state, ptrs, places, skip, t, is_token[:, None], masks, TOKENS)
         if final >= 0:
             position = tl.load(starts_ptr + seq) + (first - tl.load(cu_lens_ptr + seq)) + t
             memory, counts = (matrices_ptr, keys_ptr, updates_ptr, decays_ptr), (GROUPS, HEADS, NUMBERS, DIM)
@@ -221,15 +221,28 @@ def walk_stretch_kernel(
 
 
 @triton.jit
-def answer(state, ptrs, places, skip, t, is_token, is_own, masks, TOKENS: tl.constexpr):
-    """Write what a chunk's tokens are answered; returns their x and B.
+def _answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
+    """Write what a chunk's tokens are answered; returns their x and B. All as for `answer`.
 
-    ptrs: to the first token's numbers, results, the factors of the chunk's head, and the products of its group
-    places: of x, B, C and results behind these; masks: which numbers and which inputs there are
-    is_token, is_own: [tokens, 1], of the second the results are written
+    ptrs: to results, too, behind the first; places: of results, too, behind the others
     """
     tokens_ptr, out_ptr, rows, square_ptrs = ptrs
     x_places, b_places, c_places, out_places = places
+    ptrs, places = (tokens_ptr, rows, square_ptrs), (x_places, b_places, c_places)
+    x, b, out = answer(state, ptrs, places, skip, t, is_token, masks, TOKENS)
+    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_token & masks[1])
+    return x, b
+
+
+@triton.jit
+def answer(state, ptrs, places, skip, t, is_token, masks, TOKENS: tl.constexpr):
+    """Return a chunk's x and B, and what its tokens are answered.
+
+    ptrs: to the first token's numbers, the factors of the chunk's head, and the products of its group
+    places: of x, B and C behind the first; is_token: [tokens, 1]; masks: which numbers and which inputs there are
+    """
+    tokens_ptr, rows, square_ptrs = ptrs
+    x_places, b_places, c_places = places
     has_n, has_d = masks
     total, step = tl.load(rows + t), tl.load(rows + TOKENS + t)
     scores = tl.load(square_ptrs)
@@ -239,8 +252,7 @@ def answer(state, ptrs, places, skip, t, is_token, is_own, masks, TOKENS: tl.con
     between = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * step
     out = tl.dot(c, state.to(c.dtype), input_precision="ieee") * tl.exp(total)[:, None]
     out = tl.dot((scores * between).to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
-    tl.store(out_ptr + out_places, out.to(out_ptr.dtype.element_ty), mask=is_own & has_d)
-    return x, b
+    return x, b, out
 
 
 @triton.jit

@@ -108,16 +108,17 @@ def _walk_mamba_kernel(
     state = load_matrix(matrices_ptr, standing, matrix, mask, MATRICES)
     group, skip = head // (HEADS // GROUPS), tl.load(skips_ptr + head).to(tl.float32)
     b_places = t[:, None] * stride + HEADS * DIM + group * NUMBERS + n
-    x_places, c_places = t[:, None] * stride + head * DIM + d, b_places + GROUPS * NUMBERS
+    places = t[:, None] * stride + head * DIM + d, b_places, b_places + GROUPS * NUMBERS
     for i in range(tl.cdiv(total, TOKENS)):
         chunk, token = (first_chunk + i).to(tl.int64), i * TOKENS + t
         first = tl.load(first_tokens_ptr + chunk).to(tl.int64)
         rows = factors_ptr + (chunk * HEADS + head) * 2 * TOKENS
         square = (chunk * GROUPS + group) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
-        ptrs, is_token = (tokens_ptr + first * stride, out_ptr, rows, squares_ptr + square), (token < total)[:, None]
-        place, is_own = place_of(seq_ptr, token - old).to(tl.int64), is_token & (token >= old)[:, None]
-        places = x_places, b_places, c_places, (place[:, None] * HEADS + head) * DIM + d
-        x, b = answer(state, ptrs, places, skip, t, is_token, is_own, (has_n, has_d), TOKENS)
+        ptrs, is_token = (tokens_ptr + first * stride, rows, squares_ptr + square), (token < total)[:, None]
+        x, b, out = answer(state, ptrs, places, skip, t, is_token, (has_n, has_d), TOKENS)
+        place = place_of(seq_ptr, token - old).to(tl.int64)
+        out_ptrs = out_ptr + (place[:, None] * HEADS + head) * DIM + d
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & (token >= old)[:, None] & has_d)
         new = take_in(state, x, b, rows, t, TOKENS)
         new = new.to(matrices_ptr.dtype.element_ty).to(tl.float32)  # as a later step would read it
         state = tl.where((i + 1) * TOKENS <= known, new, state)
